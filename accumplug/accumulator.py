@@ -1,0 +1,559 @@
+"""One object that owns the window: what each block finds, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from accumplug import refuse
+from accumplug.batches import Feed, Plan, iterate
+from accumplug.close import NonFiniteError, take_update
+from accumplug.micro import MicroBatch
+from accumplug.options import Options
+from accumplug.result import Closed, WindowResult
+from accumplug.running import RunningSum
+from accumplug.sync import Ranks, find_replicas, replicas
+from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[[], Any])
+
+
+class Accumulator:
+    """Exact gradient accumulation for a training loop that already exists.
+
+    Each window becomes one update with the gradient of ``sum(w * l) / sum(w)`` over its
+    micro-batches on all ranks, where ``l`` is a loss that is a mean over ``w`` items.
+
+    >>> accum = Accumulator(steps=4, optimizer=optimizer)
+    >>> for x, y in accum.batches(loader):
+    ...     with accum(model):
+    ...         accum.backward(loss_fn(model(x), y))
+
+    Args:
+        steps: micro-batches in a window on one rank, or a function of the number of updates
+            so far. Settable; a new value holds from the next window on.
+        accelerator: an `accelerate.Accelerator`, for a loop that has one. Every other line of
+            the loop stays; `with accum(model)` takes the place of `accelerator.accumulate`.
+        optimizer: one or several. If given, accum takes the step when the closing block ends:
+            unscale, clip, step, scaler, scheduler, zero. If not, the loop does, in or after
+            the block whose `micro.closes` is true.
+        scheduler: one or several; ticks once for each update that really happened.
+        scaler: a `torch.amp.GradScaler` (or one like it). Its scale is constant in a window.
+        max_grad_norm: clip the finished gradient to this 2-norm.
+        tail: what becomes of a window that the data ends before it is full: "flush" (an
+            update on what is there), "drop", or "carry" (into the next pass).
+        sync: "last" (one reduction over the ranks in a window) or "every" (one in each
+            micro-batch).
+        nonfinite: "skip_window" (no update on a non-finite gradient; with a scaler, its own
+            rule), "skip_micro_batch" (leave out the micro-batch and its weight; waits for the
+            device in each), or "raise".
+        process_group: the data-parallel ranks; all of them by default.
+
+    Raises:
+        ValueError: options that are unknown, contradict each other or would be ignored.
+    """
+
+    _live: ClassVar[weakref.WeakSet[Accumulator]] = weakref.WeakSet()
+    """All Accumulators: the backward of one must add nothing to the sums of the others."""
+
+    def __init__(
+        self,
+        steps: int | Callable[[int], int],
+        *,
+        accelerator: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        max_grad_norm: float | None = None,
+        tail: str = "flush",
+        sync: str = "last",
+        accumulate_dtype: torch.dtype | None = None,
+        inplace: bool = False,
+        nonfinite: str = "skip_window",
+        process_group: Any = None,
+    ) -> None:
+        if accumulate_dtype is not None or inplace:
+            raise ValueError("accumulate_dtype and inplace are not supported yet")
+        self.steps = steps
+        self._options = options = Options.check(
+            optimizer, scheduler, scaler, max_grad_norm, tail, sync, nonfinite
+        )
+        self._ranks = Ranks(process_group)
+        self._loop: Any = None
+        if accelerator is not None:
+            from accumplug.accelerate import AccelerateLoop
+
+            self._loop = AccelerateLoop(accelerator, self.backward, options, self._steps)
+            scaler = accelerator.scaler if scaler is None else scaler
+        self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
+        self._sum = RunningSum(
+            p for o in options.optimizers for g in o.param_groups for p in g["params"]
+        )
+        self._window: Window | None = None
+        self._micro: MicroBatch | None = None
+        self._feed: Feed | None = None
+        self._callbacks: list[Callable[[], Any]] = []
+        self._after_block: list[Callable[[], Any]] = []
+        self._total: Weight = 0.0
+        self._mean_weight: Weight | None = None
+        self._loss_sum: Tensor | None = None
+        self._overflows = 0.0
+        self._opened = 0.0
+        self._closed: Closed | None = None
+        self._last: WindowResult | None = None
+        self.windows = 0
+        """Windows closed, updates or not."""
+        self.updates = 0
+        """Windows that became an update."""
+        self.skipped = 0
+        """Windows closed without one: a gradient that was not finite, or no weight at all."""
+        self.micro_batches = 0
+        """Micro-batches that counted on this rank."""
+        self.epoch = 0
+        """Finished passes through the data."""
+        self.position = 0
+        """Items that `batches` has handed out in this pass."""
+        self.syncs = 0
+        """Gradient reductions over the ranks that really ran on this rank."""
+        Accumulator._live.add(self)
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches in the next window."""
+        return check_steps(self._steps(self.updates) if callable(self._steps) else self._steps)
+
+    @steps.setter
+    def steps(self, steps: int | Callable[[int], int]) -> None:
+        self._steps = steps if callable(steps) else check_steps(steps)
+
+    @property
+    def takes_step(self) -> bool:
+        """Whether accum steps the optimizers; else the loop does."""
+        return bool(self._options.optimizers)
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches in the open window; 0 between windows."""
+        return self._window.index if self._window is not None else 0
+
+    @property
+    def last(self) -> WindowResult | None:
+        """The last closed window, or None. Reading it may wait for the device."""
+        if self._last is None and self._closed is not None:
+            self._last = self._closed.read()
+        return self._last
+
+    def __call__(self, model: nn.Module, *models: nn.Module, weight: Weight = 1) -> MicroBatch:
+        """The context of one micro-batch.
+
+        Args:
+            model: what runs forward in it, as wrapped for the ranks; several are given one by one.
+            weight: how many items (tokens, samples) the loss is a mean over: a number, or a
+                0-dim tensor, which costs no wait for the device. The number 0 adds nothing at
+                all, even if the loss is NaN.
+
+        Raises:
+            ValueError: a weight or a model that can't be made right.
+            TornWindowError, RuntimeError: on entry, if the window is torn or a block is open.
+        """
+        return MicroBatch(self, (model, *models), check_weight(weight))
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: Weight | None = None,
+        reduction: str = "mean",
+        *,
+        extra: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Back-propagate `loss`, weighted, into the running sum.
+
+        Args:
+            loss: one element, divided by nothing but its own number of items.
+            weight: that of the block if not given. A micro-batch has one weight: two backwards
+                in one block add two terms of the same objective.
+            reduction: "mean", or "sum" if `loss` is a sum over `weight` items.
+            extra: a second term, one element, to be averaged over micro-batches instead of items.
+                Only under `batches(loader, weigh=...)`, where the size of the window is known.
+            retain_graph, create_graph: as in `torch.Tensor.backward`.
+
+        Raises:
+            RuntimeError: outside of a block, or a second one where the first was reduced.
+            ValueError: a loss of several elements, or without a graph.
+        """
+        if self._micro is None:
+            raise RuntimeError("backward outside of a block; it belongs into `with accum(...):`")
+        self._micro.backward(
+            loss,
+            weight,
+            reduction,
+            extra=extra,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
+
+    def batches(
+        self, loader: Iterable[T], weigh: Callable[[T], Weight] | None = None
+    ) -> Iterator[T]:
+        """One pass through `loader`, of whatever kind; it yields the loader's items.
+
+        It knows the last item (one item of look-ahead, never `len`), so that a tail can be
+        flushed, and counts the position. Ranks whose data end early take part with weight 0
+        until all have ended. With `weigh`, a function from an item to its weight, it looks one
+        window ahead instead of one item, so that the total weight is known from the window's
+        first micro-batch on.
+
+        Raises:
+            RuntimeError: ranks have different numbers of items and this one can't take the steps
+                of the loop (neither `optimizer` nor `accelerator` was given).
+        """
+        if self._ranks.size > 1 and not self.takes_step and self._loop is None:
+            warnings.warn(
+                "without optimizer= or accelerator= a rank whose data end early can't take the "
+                "others' steps; if the ranks' data end at different times, batches will raise",
+                stacklevel=2,
+            )
+        return iterate(self, loader, weigh)
+
+    def flush(self) -> bool:
+        """Close a started window now, reducing over the ranks; all of them have to call it.
+
+        Returns whether there was one on any rank. If the loop takes the steps, it has to take
+        one then.
+        """
+        micro = MicroBatch(self, tuple(self._known_models()), 0.0, virtual=True)
+        micro.flushes = True
+        with micro:
+            micro.skip()
+        return micro.closes
+
+    def discard(self) -> None:
+        """Throw the open window away, torn or not: its micro-batches, its gradients."""
+        if self._micro is not None:
+            raise RuntimeError("discard inside of a block; leave it first")
+        self._window, self._loss_sum, self._overflows = None, None, 0.0
+        self._sum.clear()
+
+    def on_update(self, function: F) -> F:
+        """Let `function()` run after each real update, never after a skipped one.
+
+        The gradients are still there. In a loop that takes the steps itself it runs when the
+        closing block ends, so step inside of the block.
+        """
+        self._callbacks.append(function)
+        return function
+
+    # -- what a block asks -------------------------------------------------------------------
+
+    def _admit(self, models: Sequence[nn.Module]) -> None:
+        """Refuse what can't be made right, before anything is done."""
+        if self._window is not None:
+            if self._window.torn is None and (what := self._sum.touched()) is not None:
+                self._tear(what)
+            if self._window.torn is not None:
+                raise TornWindowError(self._torn_message())
+        for model in models:
+            if not isinstance(model, nn.Module) or model not in self._sum:
+                self._see(model)
+        if self._absent() and not self.takes_step and self._loop is None:
+            raise RuntimeError(
+                "the data of some ranks have ended and others go on; without optimizer= or "
+                "accelerator= accum can't take their steps. Give one, or even out the data"
+            )
+
+    def _see(self, model: nn.Module) -> None:
+        refuse.refuse_model(model, self._ranks)
+        refuse.warn_lonely_process()
+        if callable(self._steps) or self.steps > 1:
+            refuse.refuse_static_graph(model)
+            refuse.warn_batchnorm(model)
+        self._sum.add(model, replicas(model))
+
+    def _open_window(self) -> Window:
+        if self._window is None:
+            steps = self.steps if (plan := self._plan()) is None else max(len(plan.weights), 1)
+            if steps > 1:
+                refuse.refuse_fused_backward(self._sum.parameters)
+            self._window = Window(steps)
+            self._opened = time.perf_counter()
+            if self.takes_step:
+                self._sum.clear()  # e.g. what another model's loss has left since the last close
+        return self._window
+
+    def _ends(self, window: Window) -> bool:
+        if window.index + 1 >= window.steps:
+            return True
+        if self._options.tail != "flush":
+            return False
+        if self._feed is not None:
+            return self._feed.last
+        return self._loop is not None and self._loop.at_end()
+
+    def _plan(self) -> Plan | None:
+        return self._feed.plan if self._feed is not None else None
+
+    def _absent(self) -> bool:
+        """Whether some ranks, but not all, have no data left."""
+        return self._feed is not None and 0 < self._feed.alive < self._ranks.size
+
+    def _may_overlap(self, ddps: Sequence[Any]) -> bool:
+        """Whether the closing backward itself may reduce; all ranks find the same.
+
+        Not with several DDP modules (ranks that use them in another order would mix them up),
+        nor while a rank is without data, nor if the micro-batch may have to be taken back.
+        """
+        return (
+            len(ddps) == 1 and not self._absent() and self._options.nonfinite != "skip_micro_batch"
+        )
+
+    def _foreign_replicas(self, own: Sequence[Any]) -> list[Any]:
+        """DDP modules of other Accumulators, which a block of this one must not reduce."""
+        if len(Accumulator._live) == 1:
+            return []
+        mine = {id(ddp) for ddp in own}
+        sums = [a._sum for a in Accumulator._live if a is not self]
+        return [r for s in sums for r in s.replicas(s.models) if id(r) not in mine]
+
+    def _sparing(self) -> AbstractContextManager[None]:
+        """Around a backward that must add nothing to the sums of other Accumulators."""
+        if len(Accumulator._live) == 1:
+            return nullcontext()
+        return self._sum.spared([a._sum for a in Accumulator._live if a is not self])
+
+    def _refer(self, weight: Weight) -> None:
+        """See to the window's reference weight before a micro-batch of `weight` is added."""
+        window = self._open_window()
+        if (plan := self._plan()) is not None:
+            window.reference = plan.total / (self._ranks.size * window.steps)
+        elif self._options.sync == "every" and self._ranks.size > 1:
+            if window.reference is None:
+                # Partial sums are averaged over the ranks, so all of them need the same one.
+                if self._mean_weight is None:
+                    total, count = self._ranks.sum([weight, 1.0])
+                    self._mean_weight = _ratio(total, count)
+                window.reference = self._mean_weight
+        elif is_number(weight):
+            self._sum.scale(window.refer(weight))
+        elif window.reference is None:
+            window.reference = torch.where(weight > 0, weight, 1).double()
+
+    def _settle(self, micro: MicroBatch) -> None:
+        """In the micro-batch that ends the window: its total weight, and the sum made to fit it."""
+        if micro.settled or not (micro.ends or micro.virtual):
+            return
+        micro.settled = True
+        window, feed = self._open_window(), self._feed
+        if (plan := self._plan()) is not None:
+            self._total = plan.total
+            micro.ends, micro.void = True, is_number(plan.total) and plan.total == 0
+            return
+        more = 0.0 if feed is None else float(not feed.last)
+        closing = float(not micro.virtual or micro.flushes)
+        count: Weight = window.index + (not micro.virtual)
+        self._total, count, alive, closing = self._ranks.sum([window.total, count, more, closing])
+        if feed is not None and not feed.in_step:
+            feed.alive = float(alive)
+        if micro.virtual:
+            flushes = float(closing) > 0 or self._options.tail == "flush"
+            micro.ends = flushes and float(count) > 0
+            if not micro.ends:
+                return
+        self._mean_weight = _ratio(self._total, count)
+        if is_number(self._total):
+            micro.void = self._total == 0
+            factor = 1.0 if micro.void else window.settle(self._total, self._ranks.size)
+        else:
+            factor = window.settle(self._total, self._ranks.size)
+            window.factor = factor = torch.where(self._total > 0, factor, 0.0)
+        self._sum.scale(factor)
+
+    def _root_gradient(self, loss: Tensor, divisor: Weight) -> Tensor:
+        """What a backward from `loss` starts with: 1 / divisor, times the scaler's scale.
+
+        The same bits as dividing the loss by a number and scaling the quotient.
+        """
+        wide = loss.dtype if loss.dtype in (torch.float32, torch.float64) else torch.float32
+        if self._scaler is None and is_number(divisor):
+            return torch.full(loss.shape, 1.0 / divisor, dtype=loss.dtype, device=loss.device)
+        one = torch.ones(loss.shape, dtype=wide, device=loss.device)
+        scaled: Tensor = one if self._scaler is None else self._scaler.scale(one)
+        return (scaled / divisor).to(loss.dtype)
+
+    def _keep(self, kept: list[Tensor | None], loss: Tensor) -> bool:
+        """Add the micro-batch that has just run to the `kept` sum if it is finite; say whether."""
+        finite = self._sum.finite()
+        self._sum.put(kept, added=finite)
+        if not finite and self._scaler is not None and bool(torch.isfinite(loss.detach()).all()):
+            self._overflows += 1.0
+        return finite
+
+    def _log(self, loss: Tensor, weight: Weight, reduction: str) -> None:
+        value = loss.detach().reshape(())
+        if self._loss_sum is None:
+            wide = torch.float32 if value.device.type == "mps" else torch.float64
+            self._loss_sum = torch.zeros((), dtype=wide, device=value.device)
+        if reduction == "sum":
+            self._loss_sum += value
+        elif is_number(weight):
+            self._loss_sum.add_(value, alpha=weight)
+        else:
+            self._loss_sum += value * weight
+
+    # -- the end of a block ------------------------------------------------------------------
+
+    def _leave(self, micro: MicroBatch) -> None:
+        """A block ended well: count it, and close the window if it ends."""
+        window = self._open_window()
+        if not micro.virtual:
+            window.index += 1
+            self.micro_batches += not micro.absent
+        if micro.ends:
+            self._close(micro, window)
+        elif window.index == 0:
+            self._window = None
+        alone = self._feed is None and self._loop is not None and not micro.virtual
+        if alone and self._loop.at_end():
+            self._end_pass()
+        for function in self._after_block:
+            function()
+
+    def _close(self, micro: MicroBatch, window: Window) -> None:
+        """The window becomes an update, or is skipped."""
+        sums = self._ranks.sum([self._loss_value(), self._overflows, *self._clip_values()])
+        scale = 1.0 if self._scaler is None else self._scaler.scale(torch.ones(()))
+        norm, stepped = None, False
+        if not micro.void:
+            norm, stepped = self._update(micro, window, sums)
+        if self._options.nonfinite == "skip_micro_batch" and float(sums[1]) > 0:
+            # Micro-batches overflowed though their loss was finite: the scale is too large.
+            self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
+        self._closed, self._last = (
+            Closed(
+                index=self.windows,
+                micro_batches=window.index,
+                weight=self._total,
+                sums=sums,
+                grad_norm=norm,
+                stepped=stepped,
+                scale=scale,
+                seconds=time.perf_counter() - self._opened,
+            ),
+            None,
+        )
+        self.windows += 1
+        self.updates += stepped
+        self.skipped += not stepped
+        self._window, self._loss_sum, self._overflows = None, None, 0.0
+        try:
+            if stepped:
+                for function in self._callbacks:
+                    function()
+        finally:
+            self._sum.forget_mark()
+            if self.takes_step or micro.void:
+                self._sum.clear()
+
+    def _update(
+        self, micro: MicroBatch, window: Window, sums: Any
+    ) -> tuple[Tensor | float | None, bool]:
+        """Take the step, or see whether the loop has; return the gradient's norm and whether."""
+        if self.takes_step:
+            options = self._options
+            try:
+                outcome = take_update(
+                    self._sum.stepped_parameters,
+                    options.optimizers,
+                    options.schedulers,
+                    self._scaler,
+                    options.max_grad_norm,
+                    options.nonfinite,
+                    None if is_number(self._total) else self._total,
+                )
+            except NonFiniteError as error:
+                window.torn = str(error)
+                raise
+            return outcome.grad_norm, outcome.stepped
+        if self._loop is None:
+            return None, True
+        if micro.flushes:
+            self._loop.let_step()
+        elif micro.virtual or (micro.skipped and not self._loop.stepped):
+            self._loop.take_step(*sums[2:])
+        return self._loop.grad_norm, not self._loop.was_skipped()
+
+    def _loss_value(self) -> Tensor:
+        if self._loss_sum is not None:
+            return self._loss_sum
+        first = next(iter(self._sum.parameters), None)
+        device = torch.device("cpu") if first is None else first.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        return torch.zeros((), dtype=wide, device=device)
+
+    def _clip_values(self) -> list[float]:
+        return self._loop.clip_values() if self._loop is not None else []
+
+    def _join(self) -> None:
+        """Take part in a window of the other ranks, with what is pending here or with nothing."""
+        in_step = self._feed is not None and self._feed.in_step
+        micro = MicroBatch(self, tuple(self._known_models()), 0.0, virtual=not in_step)
+        micro.absent = True
+        with micro:
+            micro.skip()
+
+    def _known_models(self) -> list[nn.Module]:
+        """The models of the blocks so far; a rank that never had one has to find them."""
+        if not self._sum.models and self._ranks.size > 1:
+            prepared = self._loop.models() if self._loop is not None else []
+            for model in prepared or find_replicas(self._sum.parameters):
+                self._see(model)
+        return self._sum.models
+
+    def _end_pass(self) -> None:
+        """The data ended."""
+        if self.pending and self._options.tail == "drop":
+            self.discard()
+        if self.pending and self._options.tail == "flush":
+            self._join()  # the loop left the last item out
+        self.epoch += 1
+        self.position = 0
+
+    def _fail(self, micro: MicroBatch, error: BaseException) -> None:
+        """A block ended by an exception: its micro-batch does not count."""
+        window = self._window
+        if window is not None and micro.began:
+            window.torn = window.torn or (
+                f"{type(error).__name__} in micro-batch {micro.index} after its backward began"
+            )
+        elif window is not None and window.index == 0:
+            self._window = None
+
+    def _tear(self, why: str) -> None:
+        if self._window is not None:
+            self._window.torn = (
+                f"{why} between two micro-batches (zero_grad, clip and unscale belong after the "
+                f"micro-batch that closes)"
+            )
+
+    def _torn_message(self) -> str:
+        window = self._open_window()
+        return (
+            f"the window is torn after {window.index} of {window.steps} micro-batches: "
+            f"{window.torn}. accum.discard() throws it away and the next block starts a new one"
+        )
+
+
+def _ratio(total: Weight, count: Weight) -> Weight:
+    """Mean weight; 1 if there is none."""
+    if is_number(total):
+        return total / count if total > 0 else 1.0
+    return torch.where(total > 0, total / count, 1.0)

@@ -1,0 +1,302 @@
+"""The life of one micro-batch: enter, backward, leave."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accumplug.sync import check_reduced, join_forward, reduce_now
+from accumplug.window import TornWindowError, Weight, check_weight, is_number
+
+if TYPE_CHECKING:
+    from accumplug.accumulator import Accumulator
+
+
+class MicroBatch:
+    """One micro-batch, as `with accum(model) as micro` yields it; good for one block.
+
+    `index` is its place in the window, from 0.
+    """
+
+    def __init__(
+        self,
+        accum: Accumulator,
+        models: tuple[nn.Module, ...],
+        weight: Weight,
+        virtual: bool = False,
+    ) -> None:
+        self.models = models
+        self.weight = weight
+        self.index = 0
+        self.ends = False
+        """Whether the window ends with this micro-batch."""
+        self.void = False
+        """Whether all weights of the window turned out to be 0: no update."""
+        self.virtual = virtual
+        """Whether it stands outside of the count: a flush, or a window of other ranks."""
+        self.flushes = False
+        """Whether it closes the window whatever `tail` says."""
+        self.absent = False
+        """Whether it stands for a rank without data."""
+        self.overlaps = False
+        """Whether the reduction over the ranks runs inside of the backward."""
+        self.settled = False
+        """Whether the total weight of the window is known."""
+        self.finished = False
+        """Whether the running sum has been rescaled and reduced as far as this block has to."""
+        self.replicas: list[Any] = []
+        self._accum = accum
+        self._backwards = 0
+        self.skipped = False
+        self.began = False
+        """Whether something may have been added to the running sum."""
+        self._reduced = False
+        self._awaited: set[int] = set()
+        self._deferred = ExitStack()
+
+    @property
+    def closes(self) -> bool:
+        """Whether the window becomes an update with this micro-batch.
+
+        It turns false in the backward if all weights of the window turn out to be 0.
+        """
+        return self.ends and not self.void
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the gradient is reduced over the ranks in this micro-batch."""
+        return self.ends or self._accum._options.sync == "every"
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: Weight | None = None,
+        reduction: str = "mean",
+        *,
+        extra: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """The same as `Accumulator.backward`."""
+        accum = self._accum
+        if accum._micro is not self:
+            raise RuntimeError("backward outside of its block; it belongs into `with accum(...):`")
+        self._fix_weight(weight)
+        self._check(loss, extra, reduction)
+        first, self._backwards = not self._backwards, self._backwards + 1
+        absent = is_number(self.weight) and self.weight == 0
+        if absent and extra is None:
+            self._stand_in()
+            return
+        self.began = True
+        window = accum._open_window()
+        keeps = accum._options.nonfinite == "skip_micro_batch"
+        accum._refer(self.weight)
+        if first and not keeps:
+            window.add_weight(self.weight)
+        if not keeps:
+            accum._settle(self)
+        roots, grads = self._roots(None if absent else loss, extra, reduction)
+        stats = self._stats()
+        kept = accum._sum.take() if keeps else None
+        with accum._sparing():
+            torch.autograd.backward(roots, grads, retain_graph, create_graph)
+        self._reduced = self._stats() != stats
+        if kept is None or accum._keep(kept, loss):
+            if keeps:
+                window.add_weight(self.weight)
+            if not absent:
+                accum._log(loss, self.weight, reduction)
+        self._finish()
+        accum._sum.mark()
+
+    def skip(self) -> None:
+        """Let this micro-batch count with weight 0 and without a backward, e.g. for bad data."""
+        accum = self._accum
+        if accum._micro is not self:
+            raise RuntimeError("skip outside of its block; it belongs into `with accum(...):`")
+        if self._backwards:
+            raise RuntimeError("skip after a backward; what was added can't be taken back")
+        plan = accum._plan()
+        promised = plan is not None and self.index < len(plan.weights)
+        if plan is not None and promised and plan.weights[self.index] != 0:
+            raise RuntimeError(
+                f"weigh= has counted {plan.weights[self.index]} items for this micro-batch already; "
+                f"let weigh return 0 for what is to be skipped"
+            )
+        self.skipped, self.weight = True, 0.0
+        self._stand_in()
+
+    def __enter__(self) -> MicroBatch:
+        accum = self._accum
+        if accum._micro is not None:
+            raise RuntimeError(
+                "a block inside a block of the same Accumulator; one micro-batch has one block "
+                "(several models: accum(a, b))"
+            )
+        accum._admit(self.models)
+        window = accum._open_window()
+        self.index = window.index
+        self.replicas = accum._sum.replicas(self.models)
+        self.ends = not self.virtual and accum._ends(window)
+        self.overlaps = self.reduces and not self.virtual and accum._may_overlap(self.replicas)
+        try:
+            self._defer()
+            if accum._loop is not None and not self.virtual:
+                accum._loop.enter(self.ends)
+        except BaseException:
+            self._deferred.close()
+            raise
+        accum._micro = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        accum = self._accum
+        try:
+            if error is None:
+                self._complete()
+        except BaseException as late:
+            error = late
+            raise
+        finally:
+            self._deferred.close()
+            if accum._loop is not None and not self.virtual:
+                accum._loop.exit()
+            accum._micro = None
+            if error is not None:
+                accum._fail(self, error)
+        if error is None:
+            accum._leave(self)
+
+    def _check(self, loss: Tensor, extra: Tensor | None, reduction: str) -> None:
+        """Raise for what can't be back-propagated here."""
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction is "mean" or "sum"; got {reduction!r}')
+        for name, term in (("loss", loss), ("extra", extra)):
+            if name == "extra" and term is None:
+                continue
+            if not isinstance(term, Tensor) or term.numel() != 1:
+                what = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
+                raise ValueError(f"{name} is a tensor of one element, a mean or a sum; got {what}")
+            if not term.requires_grad and not (is_number(self.weight) and self.weight == 0):
+                raise ValueError(
+                    f"{name} has no graph: nothing in it requires a gradient. Was it detached, or "
+                    f"computed under no_grad?"
+                )
+        if extra is not None and self._accum._plan() is None:
+            raise ValueError(
+                "extra= has its own denominator, so the size of the window must be known before its "
+                "first backward; use accum.batches(loader, weigh=...), which looks ahead"
+            )
+        if self.skipped:
+            raise RuntimeError("backward after skip: this micro-batch was left out")
+        if self._backwards and (
+            (self.finished and self.replicas)
+            or self._accum._options.nonfinite == "skip_micro_batch"
+        ):
+            raise RuntimeError(
+                "a second backward in a micro-batch whose gradient is finished with the first (it is "
+                "reduced over the ranks there); add the losses and call backward once"
+            )
+
+    def _fix_weight(self, weight: Weight | None) -> None:
+        """The weight of this micro-batch: one, whoever says it."""
+        plan = self._accum._plan()
+        said = self.weight if weight is None else check_weight(weight)
+        known = self.weight if self._backwards else plan and plan.weights[self.index]
+        if known is not None:
+            silent = weight is None and (self._backwards or not is_number(said) or said == 1)
+            if not silent and is_number(said) and is_number(known) and said != known:
+                raise ValueError(
+                    f"this micro-batch has the weight {known} (from "
+                    f"{'its first backward' if self._backwards else 'weigh='}), and now {said}; a "
+                    f"micro-batch has one weight"
+                )
+            said = known
+        self.weight = said
+
+    def _roots(
+        self, loss: Tensor | None, extra: Tensor | None, reduction: str
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The terms to go back from, and the gradient that each starts with."""
+        accum, roots, grads = self._accum, [], []
+        if loss is not None:
+            window = accum._open_window()
+            divisor = window.divisor(self.weight)
+            roots.append(loss)
+            grads.append(
+                accum._root_gradient(loss, divisor * self.weight if reduction == "sum" else divisor)
+            )
+        if extra is not None and (plan := accum._plan()) is not None:
+            roots.append(extra)
+            grads.append(accum._root_gradient(extra, plan.micro_batches / accum._ranks.size))
+        return roots, grads
+
+    def _defer(self) -> None:
+        """Keep DDP from reducing, except in the backward that has to."""
+        for ddp in self._accum._foreign_replicas(self.replicas):
+            self._deferred.enter_context(ddp.no_sync())
+        for ddp in self.replicas:
+            if not self.overlaps:
+                self._deferred.enter_context(ddp.no_sync())
+            elif ddp._check_sync_bufs_pre_fwd():
+                self._awaited.add(id(ddp))
+                handle = ddp.register_forward_pre_hook(
+                    lambda module, _: self._awaited.discard(id(module))
+                )
+                self._deferred.callback(handle.remove)
+
+    def _stand_in(self) -> None:
+        """Add nothing, but take part in what the other ranks do in this micro-batch."""
+        if self.reduces:
+            for ddp in self.replicas:
+                if not self.overlaps or id(ddp) in self._awaited:
+                    join_forward(ddp)
+            self._accum._refer(0.0)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Make the running sum what it has to be when this block ends."""
+        if self.finished:
+            return
+        self._accum._settle(self)
+        self.finished = True
+        if self.reduces and self.replicas:
+            for ddp in self.replicas:
+                if not self._reduced:
+                    agreed = not self._accum._may_overlap(self.replicas)
+                    reduce_now(ddp, self._accum._ranks, agreed)
+                check_reduced(ddp)
+            self._accum.syncs += 1
+        if self.void and self._accum._loop is not None:
+            self._accum._loop.void()
+
+    def _stats(self) -> list[list[int]]:
+        # torch 2.13, reducer.cpp: nanoseconds at which each parameter became ready in the last
+        # backward that reduced; they change if, and only if, there was another one.
+        return [r.reducer.get_backward_stats() for r in self.replicas] if self.overlaps else []
+
+    def _complete(self) -> None:
+        """The block ended: see that it has done what a micro-batch has to."""
+        accum = self._accum
+        if not self._backwards and not self.skipped:
+            if not (is_number(self.weight) and self.weight == 0):
+                raise RuntimeError(
+                    f"block {self.index} of the window ended without a backward; call "
+                    f"accum.backward(loss) in it (accelerator.backward in an Accelerate loop, never "
+                    f"loss.backward()), or micro.skip() to leave the micro-batch out"
+                )
+            self._stand_in()
+        self._finish()
+        if not self.ends and (what := accum._sum.touched()) is not None:
+            accum._tear(what)
+            raise TornWindowError(accum._torn_message())

@@ -1,0 +1,59 @@
+"""What a closed window tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """The last closed window, as `accum.last` gives it."""
+
+    index: int
+    """How many windows were closed before this one."""
+    micro_batches: int
+    """Micro-batches in it on this rank."""
+    weight: float
+    """Sum of the weights of all its micro-batches on all ranks."""
+    loss: float
+    """Weighted mean of their losses over all ranks; nan if the weight is 0."""
+    grad_norm: float | None
+    """Norm of the finished gradient before clipping; None where the loop steps without a clip."""
+    stepped: bool
+    """Whether it became an update."""
+    scale: float
+    """The GradScaler's scale during the window; 1.0 without a scaler."""
+    seconds: float
+    """Wall time from its first micro-batch to its close."""
+
+
+@dataclass
+class Closed:
+    """The same with values that may still be on their way on a device."""
+
+    index: int
+    micro_batches: int
+    weight: Any
+    sums: Sequence[Any] | Tensor
+    grad_norm: Any
+    stepped: bool
+    scale: Any
+    seconds: float
+
+    def read(self) -> WindowResult:
+        """Wait for the values."""
+        weight, loss = float(self.weight), float(self.sums[0])
+        return WindowResult(
+            index=self.index,
+            micro_batches=self.micro_batches,
+            weight=weight,
+            loss=loss / weight if weight else float("nan"),
+            grad_norm=None if self.grad_norm is None else float(self.grad_norm),
+            stepped=self.stepped,
+            scale=float(self.scale),
+            seconds=self.seconds,
+        )

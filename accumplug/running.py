@@ -1,0 +1,142 @@
+"""The running sum of a window: the `.grad` of the parameters that belong to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accumplug.window import Weight, is_number
+
+
+@dataclass
+class _Model:
+    parameters: list[nn.Parameter]
+    replicas: list[weakref.ref[DistributedDataParallel]]
+
+
+class RunningSum:
+    """The parameters of the models and optimizers of one Accumulator, and what adds up in them.
+
+    Models are referred to weakly: DistributedDataParallel must not outlive its process group.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+        self._stepped = {id(p): p for p in parameters}
+        self._all: list[nn.Parameter] | None = None
+        self._witness: tuple[nn.Parameter, Tensor, int] | None = None
+
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._models
+
+    def add(self, model: nn.Module, replicas: Iterable[DistributedDataParallel]) -> None:
+        """Let the parameters of `model` belong to the sum."""
+        self._models[model] = _Model(list(model.parameters()), [weakref.ref(r) for r in replicas])
+        self._all = None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that have been added and are still alive."""
+        return list(self._models)
+
+    def replicas(self, models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+        """The DDP modules of `models`, each once, in the order of the models."""
+        found = [r() for model in models for r in self._models[model].replicas]
+        return list({id(r): r for r in found if r is not None}.values())
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of the sum, each once: the models' in their order, then the rest."""
+        if self._all is None:
+            every = {id(p): p for m in self._models.values() for p in m.parameters}
+            self._all = list({**every, **self._stepped}.values())
+        return self._all
+
+    @property
+    def stepped_parameters(self) -> list[nn.Parameter]:
+        """Those that accum's optimizers step."""
+        return [p for p in self.parameters if id(p) in self._stepped]
+
+    def scale(self, factor: Weight) -> None:
+        """Multiply what has been summed up by `factor`, a number or a 0-dim tensor."""
+        if is_number(factor) and factor == 1.0:
+            return
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        dense = [g for g in grads if not g.is_sparse]
+        with torch.no_grad():
+            if dense:
+                torch._foreach_mul_(dense, factor)
+            for grad in grads:
+                if grad.is_sparse:
+                    grad.mul_(factor)
+
+    def take(self) -> list[Tensor | None]:
+        """Take the sum out of `.grad`, so that the next backward starts from nothing."""
+        grads = [p.grad for p in self.parameters]
+        self.clear()
+        return grads
+
+    def put(self, grads: list[Tensor | None], added: bool) -> None:
+        """Put back what `take` returned, with what is in `.grad` now `added` to it or lost."""
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if grad is not None and parameter.grad is not None and added:
+                with torch.no_grad():
+                    grad += parameter.grad
+            if grad is not None or not added:
+                parameter.grad = grad
+
+    def finite(self) -> bool:
+        """Whether all of it is finite. Waits for the device."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+        return bool(torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf"))))
+
+    def clear(self) -> None:
+        """Forget the sum. By assignment: 0 times NaN is NaN."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._witness = None
+
+    def forget_mark(self) -> None:
+        """Let go of what `mark` remembered: the window is closed."""
+        self._witness = None
+
+    def mark(self) -> None:
+        """Remember the sum as it is, by one of its tensors."""
+        self._witness = None
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if grad is not None and type(grad) is Tensor:
+                self._witness = (parameter, grad, grad._version)
+                return
+
+    def touched(self) -> str | None:
+        """What has happened to the sum since `mark`, in words, or None."""
+        if self._witness is None:
+            return None
+        parameter, grad, version = self._witness
+        shape = tuple(parameter.shape)
+        if parameter.grad is not grad:
+            return f"the gradient of the parameter of shape {shape} was set to None or replaced"
+        if grad._version != version:
+            return f"the gradient of the parameter of shape {shape} was changed in place"
+        return None
+
+    @contextmanager
+    def spared(self, others: Iterable[RunningSum]) -> Iterator[None]:
+        """A backward in this block adds nothing to the sums of `others`."""
+        own = {id(p) for p in self.parameters}
+        foreign = [p for o in others for p in o.parameters if p.requires_grad and id(p) not in own]
+        for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in foreign:
+                parameter.requires_grad_(True)

@@ -1,0 +1,165 @@
+"""Ranks: who they are, and when a gradient is reduced over them.
+
+Everything that touches DistributedDataParallel's private parts is in this file
+(read from torch 2.13, torch/nn/parallel/distributed.py and reducer.cpp).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Ranks:
+    """The data-parallel group: its size, and sums over it.
+
+    Without `torch.distributed` it is one rank, and a sum is what was given.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the group; 1 without a process group."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_world_size(self.group)
+        return 1
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(self.group)
+        return 0
+
+    def sum(self, values: Sequence[Any]) -> Tensor | list[float]:
+        """Sum each of `values` (numbers, or 0-dim tensors on one device) over the ranks.
+
+        Returns a list of floats if that costs no wait for a device; else a float64 tensor
+        (float32 where the device has no float64).
+        """
+        device = next((v.device for v in values if isinstance(v, Tensor)), None)
+        on_device = device is not None
+        if self.size == 1 and not on_device:
+            return [float(v) for v in values]
+        device = device or self._device()
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if on_device:
+            sums = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
+        else:
+            sums = torch.tensor(values, dtype=dtype, device=device)
+        if self.size > 1:
+            dist.all_reduce(sums, group=self.group)
+        return sums if on_device or device.type != "cpu" else sums.tolist()
+
+    def _device(self) -> torch.device:
+        """A device that the group's backend can reduce on, the CPU if it can."""
+        if "cpu" in dist.get_backend_config(self.group):
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cpu") if accelerator is None else accelerator
+
+
+def replicas(model: nn.Module) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules in `model`: itself, nested, or inside a compiled one."""
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+
+
+def find_replicas(parameters: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
+    """The live DDP modules that hold any of `parameters`, largest first.
+
+    For a rank that takes part in a window before it has ever run a forward: all it knows is
+    its optimizer. Looks through all objects of the process, so only for that.
+    """
+    ids = {id(p) for p in parameters}
+    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    found = [ddp for ddp in found if any(id(p) in ids for p in ddp.parameters())]
+    return sorted(found, key=lambda ddp: -sum(p.numel() for p in ddp.parameters()))
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that `ddp` reduces."""
+    ignored = ddp.parameters_to_ignore
+    return [p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def join_forward(ddp: DistributedDataParallel) -> None:
+    """Take part in the collectives that the other ranks' forward of `ddp` runs.
+
+    DDP broadcasts its new bucket order once, and its buffers in the first forward after a
+    reduction; a rank that runs no forward in a window would leave the others waiting.
+    """
+    ddp.reducer._rebuild_buckets()
+    if ddp._check_sync_bufs_pre_fwd():
+        ddp._sync_buffers()
+    ddp.require_forward_param_sync = False
+
+
+def reduce_now(ddp: DistributedDataParallel, ranks: Ranks, agreed: bool) -> None:
+    """Average `.grad` over the ranks through `ddp`'s own buckets and hooks, with no forward.
+
+    A backward that adds zero to each parameter makes the reducer do what it does in a synced
+    backward. Other ranks may be in a real one, or here.
+
+    With find_unused_parameters the parameters that no rank has used stay without a gradient.
+    `agreed`: all ranks are here, so they can tell each other which ones are used.
+    """
+    parameters = reduced_parameters(ddp)
+    reducer = ddp.reducer
+    reducer._rebuild_buckets()
+    reducer.prepare_for_forward()
+    used = parameters
+    outputs: list[Tensor] = []
+    if ddp.find_unused_parameters:
+        used = _used(parameters, ranks, agreed)
+        if not used:
+            return
+        outputs = [p.reshape(-1)[:1].sum() for p in used]  # the reducer walks this graph
+    reducer.prepare_for_backward(outputs)
+    torch.autograd.backward(used, [p.new_zeros(()).expand_as(p) for p in used])
+    ddp.require_forward_param_sync = True
+
+
+def _used(parameters: list[nn.Parameter], ranks: Ranks, agreed: bool) -> list[nn.Parameter]:
+    marks = [float(p.grad is not None) for p in parameters]
+    if agreed:
+        sums = ranks.sum(marks)
+        marks = sums if isinstance(sums, list) else sums.tolist()
+    used = [p for p, mark in zip(parameters, marks, strict=True) if mark]
+    # With nothing used here and the other ranks in a real backward, one mark starts the
+    # reducer; the last parameter, the output's, is the one that they use as well.
+    return used if used or agreed else parameters[-1:]
+
+
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError if the backward that has just ended left `ddp` unreduced.
+
+    Without find_unused_parameters DDP waits for every parameter; one that the closing
+    micro-batch did not use leaves the whole window's gradients local, and DDP itself says so
+    only in the next forward, after the optimizer has stepped on them.
+    """
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        if "finished reduction" not in str(error):
+            raise
+        names = [n for n, p in ddp.module.named_parameters() if p.requires_grad]
+        missing = [
+            names[int(i)]
+            for line in str(error).splitlines()
+            if line.strip().startswith("Parameter indices")
+            for i in line.split(":")[-1].split()
+            if i.isdigit() and int(i) < len(names)
+        ]
+        raise RuntimeError(
+            f"the gradients of this window were not reduced over the ranks: the closing "
+            f"micro-batch used no {', '.join(missing) or 'gradient of some parameters'}. "
+            f"Wrap the model with DistributedDataParallel(..., find_unused_parameters=True)"
+        ) from error
