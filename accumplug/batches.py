@@ -114,9 +114,7 @@ def _planned(
     if accum._options.tail == "carry":
         raise ValueError('weigh= looks at a whole window, which tail="carry" spreads over passes')
     if accum._options.nonfinite == "skip_micro_batch":
-        raise ValueError(
-            'weigh= promises a total weight, which nonfinite="skip_micro_batch" breaks'
-        )
+        raise ValueError('weigh= promises a total, which nonfinite="skip_micro_batch" breaks')
     if accum.pending:
         raise RuntimeError(
             f"weigh= needs to see a window from its start, and {accum.pending} micro-batches are "

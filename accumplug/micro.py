@@ -125,8 +125,8 @@ class MicroBatch:
         promised = plan is not None and self.index < len(plan.weights)
         if plan is not None and promised and plan.weights[self.index] != 0:
             raise RuntimeError(
-                f"weigh= has counted {plan.weights[self.index]} items for this micro-batch already; "
-                f"let weigh return 0 for what is to be skipped"
+                f"weigh= has counted {plan.weights[self.index]} items for this micro-batch "
+                f"already; let weigh return 0 for what is to be skipped"
             )
         self.skipped, self.weight = True, 0.0
         self._stand_in()
@@ -194,8 +194,8 @@ class MicroBatch:
                 )
         if extra is not None and self._accum._plan() is None:
             raise ValueError(
-                "extra= has its own denominator, so the size of the window must be known before its "
-                "first backward; use accum.batches(loader, weigh=...), which looks ahead"
+                "extra= has its own denominator, so the size of the window must be known before "
+                "its first backward; use accum.batches(loader, weigh=...), which looks ahead"
             )
         if self.skipped:
             raise RuntimeError("backward after skip: this micro-batch was left out")
@@ -204,8 +204,8 @@ class MicroBatch:
             or self._accum._options.nonfinite == "skip_micro_batch"
         ):
             raise RuntimeError(
-                "a second backward in a micro-batch whose gradient is finished with the first (it is "
-                "reduced over the ranks there); add the losses and call backward once"
+                "a second backward in a micro-batch whose gradient is finished with the first "
+                "(it is reduced over the ranks there); add the losses and call backward once"
             )
 
     def _fix_weight(self, weight: Weight | None) -> None:
@@ -292,8 +292,8 @@ class MicroBatch:
             if not (is_number(self.weight) and self.weight == 0):
                 raise RuntimeError(
                     f"block {self.index} of the window ended without a backward; call "
-                    f"accum.backward(loss) in it (accelerator.backward in an Accelerate loop, never "
-                    f"loss.backward()), or micro.skip() to leave the micro-batch out"
+                    f"accum.backward(loss) in it (accelerator.backward in an Accelerate loop, "
+                    f"never loss.backward()), or micro.skip() to leave the micro-batch out"
                 )
             self._stand_in()
         self._finish()

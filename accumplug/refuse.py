@@ -34,8 +34,8 @@ def refuse_model(model: Any, ranks: Ranks) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
-                f"{name or type(module).__name__} is FullyShardedDataParallel (FSDP1), whose running "
-                f"sums can't be reached; shard it with torch.distributed.fsdp.fully_shard"
+                f"{name or type(module).__name__} is FullyShardedDataParallel (FSDP1), whose "
+                f"running sums can't be reached; shard it with torch.distributed.fsdp.fully_shard"
             )
         if isinstance(module, FSDPModule):
             raise ValueError(f"{name or type(module).__name__}: fully_shard is not supported yet")
@@ -119,7 +119,7 @@ def refuse_fused_backward(parameters: Iterable[nn.Parameter]) -> None:
         ):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has an optimizer that steps inside "
-                f"of backward: it would update once for each micro-batch, not once for each window. "
+                f"of backward: it would update once for each micro-batch, not for each window. "
                 f"Remove the hook and step after the window, or use steps=1"
             )
 

@@ -97,8 +97,8 @@ def join_forward(ddp: DistributedDataParallel) -> None:
     reduction; a rank that runs no forward in a window would leave the others waiting.
     """
     ddp.reducer._rebuild_buckets()
-    if ddp._check_sync_bufs_pre_fwd():
-        ddp._sync_buffers()
+    if ddp._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+        ddp._sync_buffers()  # type: ignore[no-untyped-call]
     ddp.require_forward_param_sync = False
 
 

@@ -99,7 +99,7 @@ class Window:
 
         Never call it with the number 0: such a micro-batch adds nothing.
         """
-        divisor = self.steps * (self.reference / weight)  # type: ignore[operator]
+        divisor = self.steps * (self.reference / weight)
         return divisor if is_number(self.factor) and self.factor == 1.0 else divisor / self.factor
 
     def state_dict(self) -> dict[str, Any]:
