@@ -387,7 +387,8 @@ class Accumulator:
             return torch.full(loss.shape, 1.0 / divisor, dtype=loss.dtype, device=loss.device)
         one = torch.ones(loss.shape, dtype=wide, device=loss.device)
         scaled: Tensor = one if self._scaler is None else self._scaler.scale(one)
-        return (scaled / divisor).to(loss.dtype)
+        gradient: Tensor = scaled / divisor
+        return gradient.to(loss.dtype)
 
     def _keep(self, kept: list[Tensor | None], loss: Tensor) -> bool:
         """Add the micro-batch that has just run to the `kept` sum if it is finite; say whether."""
