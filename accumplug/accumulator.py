@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,11 +20,12 @@ from accumplug.micro import MicroBatch
 from accumplug.options import Options
 from accumplug.result import Closed, WindowResult
 from accumplug.running import RunningSum
-from accumplug.sync import Ranks, find_replicas, replicas
+from accumplug.sync import Ranks, find_replicas
 from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[[], Any])
+COUNTERS = ("windows", "updates", "skipped", "micro_batches", "epoch", "position", "syncs")
 
 
 class Accumulator:
@@ -101,6 +103,7 @@ class Accumulator:
         self._micro: MicroBatch | None = None
         self._feed: Feed | None = None
         self._callbacks: list[Callable[[], Any]] = []
+        self._before_block: list[Callable[[], Any]] = []
         self._after_block: list[Callable[[], Any]] = []
         self._total: Weight = 0.0
         self._mean_weight: Weight | None = None
@@ -253,10 +256,55 @@ class Accumulator:
         self._callbacks.append(function)
         return function
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and the open window, as JSON scalars and 0-dim tensors.
+
+        The running sum itself is in the gradients; a `Checkpointer` saves both.
+
+        Raises:
+            RuntimeError: inside of a block, in a torn window, or between the scaler's unscale_
+                and update, where a save could not be gone on from.
+        """
+        if self._micro is not None:
+            raise RuntimeError("state_dict inside of a block; a micro-batch is saved when it ends")
+        if self._window is not None and self._window.torn is not None:
+            raise TornWindowError(self._torn_message())
+        if self._scaler is not None and unscaled(self._scaler):
+            raise RuntimeError(
+                "state_dict between the GradScaler's unscale_ and update: the gradients would be "
+                "unscaled again by who goes on from it. Save after scaler.update()"
+            )
+        state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
+        state["mean_weight"], state["last"] = self._mean_weight, None
+        if self.last is not None:
+            state["last"] = asdict(self.last)
+        state["window"] = None
+        if self._window is not None:
+            state["window"] = self._window.state_dict()
+            state["loss_sum"] = None if self._loss_sum is None else self._loss_sum.clone()
+            state["overflows"] = self._overflows
+            state["elapsed"] = time.perf_counter() - self._opened
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave; an open window of this object is thrown away."""
+        self.discard()
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self._mean_weight = state["mean_weight"]
+        self._closed = None
+        self._last = None if state["last"] is None else WindowResult(**state["last"])
+        if state["window"] is not None:
+            self._window = Window(**state["window"])
+            self._loss_sum, self._overflows = state["loss_sum"], state["overflows"]
+            self._opened = time.perf_counter() - state["elapsed"]
+
     # -- what a block asks -------------------------------------------------------------------
 
     def _admit(self, models: Sequence[nn.Module]) -> None:
         """Refuse what can't be made right, before anything is done."""
+        for function in tuple(self._before_block):
+            function()
         if self._window is not None:
             if self._window.torn is None and (what := self._sum.touched()) is not None:
                 self._tear(what)
@@ -277,7 +325,7 @@ class Accumulator:
         if callable(self._steps) or self.steps > 1:
             refuse.refuse_static_graph(model)
             refuse.warn_batchnorm(model)
-        self._sum.add(model, replicas(model))
+        self._sum.add(model)
 
     def _open_window(self) -> Window:
         if self._window is None:
@@ -425,7 +473,7 @@ class Accumulator:
         alone = self._feed is None and self._loop is not None and not micro.virtual
         if alone and self._loop.at_end():
             self._end_pass()
-        for function in self._after_block:
+        for function in tuple(self._after_block):
             function()
 
     def _close(self, micro: MicroBatch, window: Window) -> None:

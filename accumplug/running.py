@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accumplug.sync import mark_used, replicas
 from accumplug.window import Weight, is_number
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put before it."""
+    return name.replace("_orig_mod.", "").replace("module.", "", int(name.startswith("module.")))
 
 
 @dataclass
@@ -35,9 +41,11 @@ class RunningSum:
     def __contains__(self, model: nn.Module) -> bool:
         return model in self._models
 
-    def add(self, model: nn.Module, replicas: Iterable[DistributedDataParallel]) -> None:
+    def add(self, model: nn.Module) -> None:
         """Let the parameters of `model` belong to the sum."""
-        self._models[model] = _Model(list(model.parameters()), [weakref.ref(r) for r in replicas])
+        self._models[model] = _Model(
+            list(model.parameters()), [weakref.ref(r) for r in replicas(model)]
+        )
         self._all = None
 
     @property
@@ -62,6 +70,24 @@ class RunningSum:
     def stepped_parameters(self) -> list[nn.Parameter]:
         """Those that accum's optimizers step."""
         return [p for p in self.parameters if id(p) in self._stepped]
+
+    def named(self, model: nn.Module) -> dict[str, Tensor]:
+        """The running sums of `model` by parameter name, without the prefixes of wrappers."""
+        return {bare_name(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    def restore(self, model: nn.Module, sums: dict[str, Tensor]) -> None:
+        """Make `sums`, as `named` gave them, the running sums of `model`."""
+        parameters = {bare_name(n): p for n, p in model.named_parameters()}
+        if unknown := sorted(set(sums) - set(parameters)):
+            raise ValueError(
+                f"the saved running sum has {unknown[0]!r}, which the model does not have "
+                f"({len(unknown)} of {len(sums)} names are unknown)"
+            )
+        for ddp in replicas(model):
+            mark_used(ddp, [parameters[n] for n in sums])
+        for name, parameter in parameters.items():
+            parameter.grad = None if name not in sums else sums[name].to(parameter.device)
+        self.mark()
 
     def scale(self, factor: Weight) -> None:
         """Multiply what has been summed up by `factor`, a number or a 0-dim tensor."""

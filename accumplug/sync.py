@@ -138,6 +138,19 @@ def _used(parameters: list[nn.Parameter], ranks: Ranks, agreed: bool) -> list[nn
     return used if used or agreed else parameters[-1:]
 
 
+def mark_used(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+    """Let `ddp` know that `parameters` were used in micro-batches that ran in another process.
+
+    With find_unused_parameters it keeps marks since the last reduction, and a parameter without
+    one is not reduced. A backward of zeros that is not synced sets them.
+    """
+    own = {id(p) for p in reduced_parameters(ddp)}
+    used = [p for p in parameters if id(p) in own]
+    if ddp.find_unused_parameters and used:
+        with ddp.no_sync():
+            torch.autograd.backward(used, [p.new_zeros(()).expand_as(p) for p in used])
+
+
 def check_reduced(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError if the backward that has just ended left `ddp` unreduced.
 
