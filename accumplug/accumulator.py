@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accumplug import refuse
 from accumplug.batches import Feed, Plan, iterate
-from accumplug.close import NonFiniteError, take_update
+from accumplug.close import NonFiniteError, take_update, unscaled
 from accumplug.micro import MicroBatch
 from accumplug.options import Options
 from accumplug.result import Closed, WindowResult
