@@ -1,0 +1,64 @@
+"""What the training recipes are told: the command line, and the learning rate's course."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Errors are one line, said by one rank, and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        said = f"{self.prog}: error: {' '.join(message.split())}\n"
+        self.exit(2, said if os.environ.get("RANK", "0") == "0" else None)
+
+
+def training_options(description: str | None, output_dir: str) -> OneLineParser:
+    """The options that both training recipes have."""
+    parser = OneLineParser(
+        description=(description or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="a folder of text files, or a .jsonl with a field text in each line; "
+        "without it the texts of Python's own help system",
+    )
+    parser.add_argument(
+        "--effective-batch", type=positive, default=32, help="sequences per update, over all ranks"
+    )
+    parser.add_argument(
+        "--micro-batch", type=positive, default=8, help="sequences per forward pass of one rank"
+    )
+    parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no")
+    parser.add_argument("--max-updates", type=positive, default=300, help="optimizer updates")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the data's order")
+    parser.add_argument("--output-dir", type=Path, default=Path(output_dir))
+    for package in ("tqdm", "matplotlib"):
+        if find_spec(package) is None:
+            parser.error(f"needs {package}: pip install 'accumplug[recipes]'")
+    return parser
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def warm_up_and_decay(updates: int, max_updates: int) -> float:
+    """The share of the peak learning rate after so many updates: up in a straight line over the
+    first fifteenth, then down to a twentieth along a cosine."""
+    warm_up = max(1, max_updates // 15)
+    if updates < warm_up:
+        return (updates + 1) / warm_up
+    done = min(1.0, (updates - warm_up) / max(1, max_updates - warm_up))
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2
