@@ -6,7 +6,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
@@ -19,7 +18,7 @@ from accumplug.close import NonFiniteError, take_update, unscaled
 from accumplug.micro import MicroBatch
 from accumplug.options import Options
 from accumplug.result import Closed, WindowResult
-from accumplug.running import RunningSum
+from accumplug.running import Foreign, RunningSum
 from accumplug.sync import Ranks, find_replicas
 from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
 
@@ -99,6 +98,7 @@ class Accumulator:
         self._sum = RunningSum(
             p for o in options.optimizers for g in o.param_groups for p in g["params"]
         )
+        self._others = Foreign()
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
         self._feed: Feed | None = None
@@ -234,8 +234,8 @@ class Accumulator:
         Returns whether there was one on any rank. If the loop takes the steps, it has to take
         one then.
         """
-        micro = MicroBatch(self, tuple(self._known_models()), 0.0, virtual=True)
-        micro.flushes = True
+        micro = MicroBatch(self, tuple(self._known_models()), 0.0)
+        micro.virtual = micro.flushes = True
         with micro:
             micro.skip()
         return micro.closes
@@ -338,14 +338,15 @@ class Accumulator:
                 self._sum.clear()  # e.g. what another model's loss has left since the last close
         return self._window
 
-    def _ends(self, window: Window) -> bool:
+    def _at_end(self) -> bool:
+        """Whether an Accelerate loop that runs without `batches` has got its last batch."""
+        return self._loop is not None and self._feed is None and self._loop.at_end()
+
+    def _ends(self, window: Window, at_end: bool) -> bool:
         if window.index + 1 >= window.steps:
             return True
-        if self._options.tail != "flush":
-            return False
-        if self._feed is not None:
-            return self._feed.last
-        return self._loop is not None and self._loop.at_end()
+        last = at_end if self._feed is None else self._feed.last
+        return last and self._options.tail == "flush"
 
     def _plan(self) -> Plan | None:
         return self._feed.plan if self._feed is not None else None
@@ -364,19 +365,15 @@ class Accumulator:
             len(ddps) == 1 and not self._absent() and self._options.nonfinite != "skip_micro_batch"
         )
 
-    def _foreign_replicas(self, own: Sequence[Any]) -> list[Any]:
-        """DDP modules of other Accumulators, which a block of this one must not reduce."""
-        if len(Accumulator._live) == 1:
-            return []
-        mine = {id(ddp) for ddp in own}
-        sums = [a._sum for a in Accumulator._live if a is not self]
-        return [r for s in sums for r in s.replicas(s.models) if id(r) not in mine]
-
-    def _sparing(self) -> AbstractContextManager[None]:
-        """Around a backward that must add nothing to the sums of other Accumulators."""
-        if len(Accumulator._live) == 1:
-            return nullcontext()
-        return self._sum.spared([a._sum for a in Accumulator._live if a is not self])
+    def _foreign(self) -> Foreign:
+        """What belongs to the other Accumulators and not to this one."""
+        if self._others.changes != RunningSum.changes:
+            sums = [a._sum for a in Accumulator._live if a is not self]
+            own = {id(p) for p in self._sum.parameters}
+            parameters = [p for s in sums for p in s.parameters if id(p) not in own]
+            ddps = [weakref.ref(ddp) for s in sums for ddp in s.replicas(s.models)]
+            self._others = Foreign(RunningSum.changes, parameters, ddps)
+        return self._others
 
     def _refer(self, weight: Weight) -> None:
         """See to the window's reference weight before a micro-batch of `weight` is added."""
@@ -470,8 +467,7 @@ class Accumulator:
             self._close(micro, window)
         elif window.index == 0:
             self._window = None
-        alone = self._feed is None and self._loop is not None and not micro.virtual
-        if alone and self._loop.at_end():
+        if micro.at_end:
             self._end_pass()
         for function in tuple(self._after_block):
             function()
@@ -554,8 +550,8 @@ class Accumulator:
     def _join(self) -> None:
         """Take part in a window of the other ranks, with what is pending here or with nothing."""
         in_step = self._feed is not None and self._feed.in_step
-        micro = MicroBatch(self, tuple(self._known_models()), 0.0, virtual=not in_step)
-        micro.absent = True
+        micro = MicroBatch(self, tuple(self._known_models()), 0.0)
+        micro.virtual, micro.absent = not in_step, True
         with micro:
             micro.skip()
 

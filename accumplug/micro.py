@@ -22,41 +22,38 @@ class MicroBatch:
     `index` is its place in the window, from 0.
     """
 
-    def __init__(
-        self,
-        accum: Accumulator,
-        models: tuple[nn.Module, ...],
-        weight: Weight,
-        virtual: bool = False,
-    ) -> None:
+    index = 0
+    ends = False
+    """Whether the window ends with this micro-batch."""
+    void = False
+    """Whether all weights of the window turned out to be 0: no update."""
+    virtual = False
+    """Whether it stands outside of the count: a flush, or a window of other ranks."""
+    flushes = False
+    """Whether it closes the window whatever `tail` says."""
+    absent = False
+    """Whether it stands for a rank without data."""
+    at_end = False
+    """Whether the loader of an Accelerate loop has handed out its last batch."""
+    overlaps = False
+    """Whether the reduction over the ranks runs inside of the backward."""
+    settled = False
+    """Whether the total weight of the window is known."""
+    finished = False
+    """Whether the running sum has been rescaled and reduced as far as this block has to."""
+    skipped = False
+    began = False
+    """Whether something may have been added to the running sum."""
+    _backwards = 0
+    _reduced = False
+    _deferred: ExitStack | None = None
+
+    def __init__(self, accum: Accumulator, models: tuple[nn.Module, ...], weight: Weight) -> None:
         self.models = models
         self.weight = weight
-        self.index = 0
-        self.ends = False
-        """Whether the window ends with this micro-batch."""
-        self.void = False
-        """Whether all weights of the window turned out to be 0: no update."""
-        self.virtual = virtual
-        """Whether it stands outside of the count: a flush, or a window of other ranks."""
-        self.flushes = False
-        """Whether it closes the window whatever `tail` says."""
-        self.absent = False
-        """Whether it stands for a rank without data."""
-        self.overlaps = False
-        """Whether the reduction over the ranks runs inside of the backward."""
-        self.settled = False
-        """Whether the total weight of the window is known."""
-        self.finished = False
-        """Whether the running sum has been rescaled and reduced as far as this block has to."""
         self.replicas: list[Any] = []
-        self._accum = accum
-        self._backwards = 0
-        self.skipped = False
-        self.began = False
-        """Whether something may have been added to the running sum."""
-        self._reduced = False
         self._awaited: set[int] = set()
-        self._deferred = ExitStack()
+        self._accum = accum
 
     @property
     def closes(self) -> bool:
@@ -96,16 +93,13 @@ class MicroBatch:
         window = accum._open_window()
         keeps = accum._options.nonfinite == "skip_micro_batch"
         accum._refer(self.weight)
-        if first and not keeps:
-            window.add_weight(self.weight)
         if not keeps:
+            if first:
+                window.add_weight(self.weight)
             accum._settle(self)
         roots, grads = self._roots(None if absent else loss, extra, reduction)
-        stats = self._stats()
         kept = accum._sum.take() if keeps else None
-        with accum._sparing():
-            torch.autograd.backward(roots, grads, retain_graph, create_graph)
-        self._reduced = self._stats() != stats
+        self._back(roots, grads, retain_graph, create_graph)
         if kept is None or accum._keep(kept, loss):
             if keeps:
                 window.add_weight(self.weight)
@@ -142,16 +136,19 @@ class MicroBatch:
         window = accum._open_window()
         self.index = window.index
         self.replicas = accum._sum.replicas(self.models)
-        self.ends = not self.virtual and accum._ends(window)
-        self.overlaps = self.reduces and not self.virtual and accum._may_overlap(self.replicas)
-        try:
+        if not self.virtual:
+            self.at_end = accum._at_end()
+            self.ends = accum._ends(window, self.at_end)
+            self.overlaps = self.reduces and accum._may_overlap(self.replicas)
+        if self.replicas or accum._foreign().replicas:
             self._defer()
-            if accum._loop is not None and not self.virtual:
-                accum._loop.enter(self.ends)
-        except BaseException:
-            self._deferred.close()
-            raise
         accum._micro = self
+        if accum._loop is not None and not self.virtual:
+            try:
+                accum._loop.enter(self.ends)
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
         return self
 
     def __exit__(
@@ -168,7 +165,8 @@ class MicroBatch:
             error = late
             raise
         finally:
-            self._deferred.close()
+            if self._deferred is not None:
+                self._deferred.close()
             if accum._loop is not None and not self.virtual:
                 accum._loop.exit()
             accum._micro = None
@@ -241,10 +239,32 @@ class MicroBatch:
             grads.append(accum._root_gradient(extra, plan.micro_batches / accum._ranks.size))
         return roots, grads
 
+    def _back(
+        self,
+        roots: list[Tensor],
+        grads: list[Tensor],
+        retain_graph: bool | None,
+        create_graph: bool,
+    ) -> None:
+        """Run the backward, adding nothing to the sums of other Accumulators."""
+        foreign = [p for p in self._accum._foreign().parameters if p.requires_grad]
+        stats = self._stats()
+        for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
+            parameter.requires_grad_(False)
+        try:
+            torch.autograd.backward(roots, grads, retain_graph, create_graph)
+        finally:
+            for parameter in foreign:
+                parameter.requires_grad_(True)
+        self._reduced = self._stats() != stats
+
     def _defer(self) -> None:
         """Keep DDP from reducing, except in the backward that has to."""
-        for ddp in self._accum._foreign_replicas(self.replicas):
-            self._deferred.enter_context(ddp.no_sync())
+        self._deferred = ExitStack()
+        own = {id(ddp) for ddp in self.replicas}
+        for reference in self._accum._foreign().replicas:
+            if (ddp := reference()) is not None and id(ddp) not in own:
+                self._deferred.enter_context(ddp.no_sync())
         for ddp in self.replicas:
             if not self.overlaps:
                 self._deferred.enter_context(ddp.no_sync())

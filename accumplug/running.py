@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,31 @@ class _Model:
     replicas: list[weakref.ref[DistributedDataParallel]]
 
 
+@dataclass
+class Foreign:
+    """What other Accumulators own: one's backward must add nothing to it, nor reduce it."""
+
+    changes: int = -1
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    replicas: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
+
+
 class RunningSum:
     """The parameters of the models and optimizers of one Accumulator, and what adds up in them.
 
     Models are referred to weakly: DistributedDataParallel must not outlive its process group.
     """
 
+    changes: ClassVar[int] = 0
+    """Counts whatever was added to any sum, so that others can keep what they found."""
+
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
         self._stepped = {id(p): p for p in parameters}
         self._all: list[nn.Parameter] | None = None
+        self._distributed = False
         self._witness: tuple[nn.Parameter, Tensor, int] | None = None
+        RunningSum.changes += 1
 
     def __contains__(self, model: nn.Module) -> bool:
         return model in self._models
@@ -47,6 +61,8 @@ class RunningSum:
             list(model.parameters()), [weakref.ref(r) for r in replicas(model)]
         )
         self._all = None
+        self._distributed = self._distributed or bool(self._models[model].replicas)
+        RunningSum.changes += 1
 
     @property
     def models(self) -> list[nn.Module]:
@@ -55,6 +71,8 @@ class RunningSum:
 
     def replicas(self, models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
         """The DDP modules of `models`, each once, in the order of the models."""
+        if not self._distributed:
+            return []
         found = [r() for model in models for r in self._models[model].replicas]
         return list({id(r): r for r in found if r is not None}.values())
 
@@ -153,16 +171,3 @@ class RunningSum:
         if grad._version != version:
             return f"the gradient of the parameter of shape {shape} was changed in place"
         return None
-
-    @contextmanager
-    def spared(self, others: Iterable[RunningSum]) -> Iterator[None]:
-        """A backward in this block adds nothing to the sums of `others`."""
-        own = {id(p) for p in self.parameters}
-        foreign = [p for o in others for p in o.parameters if p.requires_grad and id(p) not in own]
-        for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in foreign:
-                parameter.requires_grad_(True)
