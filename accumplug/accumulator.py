@@ -108,6 +108,7 @@ class Accumulator:
         self._total: Weight = 0.0
         self._mean_weight: Weight | None = None
         self._loss_sum: Tensor | None = None
+        self._root: tuple[Any, Tensor] | None = None
         self._overflows = 0.0
         self._opened = 0.0
         self._closed: Closed | None = None
@@ -429,7 +430,10 @@ class Accumulator:
         """
         wide = loss.dtype if loss.dtype in (torch.float32, torch.float64) else torch.float32
         if self._scaler is None and is_number(divisor):
-            return torch.full(loss.shape, 1.0 / divisor, dtype=loss.dtype, device=loss.device)
+            kind = (divisor, loss.dtype, loss.device, loss.shape)
+            if self._root is None or self._root[0] != kind:
+                self._root = (kind, loss.detach().new_full(loss.shape, 1.0 / divisor))
+            return self._root[1]
         one = torch.ones(loss.shape, dtype=wide, device=loss.device)
         scaled: Tensor = one if self._scaler is None else self._scaler.scale(one)
         gradient: Tensor = scaled / divisor
@@ -444,7 +448,7 @@ class Accumulator:
         return finite
 
     def _log(self, loss: Tensor, weight: Weight, reduction: str) -> None:
-        value = loss.detach().reshape(())
+        value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
         if self._loss_sum is None:
             wide = torch.float32 if value.device.type == "mps" else torch.float64
             self._loss_sum = torch.zeros((), dtype=wide, device=value.device)

@@ -39,24 +39,23 @@ class Ranks:
             return dist.get_rank(self.group)
         return 0
 
-    def sum(self, values: Sequence[Any]) -> Tensor | list[float]:
+    def sum(self, values: Sequence[Any]) -> Tensor | list[Any]:
         """Sum each of `values` (numbers, or 0-dim tensors on one device) over the ranks.
 
-        Returns a list of floats if that costs no wait for a device; else a float64 tensor
-        (float32 where the device has no float64).
+        Returns a list of numbers if that costs no wait for a device; else a float64 tensor
+        (float32 where the device has no float64). One rank gets back what it gave.
         """
+        if self.size == 1:
+            return list(values)
         device = next((v.device for v in values if isinstance(v, Tensor)), None)
         on_device = device is not None
-        if self.size == 1 and not on_device:
-            return [float(v) for v in values]
         device = device or self._device()
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if on_device:
             sums = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
         else:
             sums = torch.tensor(values, dtype=dtype, device=device)
-        if self.size > 1:
-            dist.all_reduce(sums, group=self.group)
+        dist.all_reduce(sums, group=self.group)
         return sums if on_device or device.type != "cpu" else sums.tolist()
 
     def _device(self) -> torch.device:
