@@ -42,6 +42,8 @@ def call_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         )
         raise ValueError(f"the loss must be a 0-dim tensor, got {got}")
+    if not value.requires_grad:
+        raise ValueError("the loss reached no parameter: it has no gradient to give")
     return value
 
 
@@ -97,7 +99,7 @@ def _wrap(model: nn.Module) -> DistributedDataParallel:
         process_group=model.process_group,
         find_unused_parameters=model.find_unused_parameters,
         gradient_as_bucket_view=model.gradient_as_bucket_view,
-        broadcast_buffers=model.broadcast_buffers,
+        forward_sync_buffers=model.forward_sync_buffers,
     )
 
 

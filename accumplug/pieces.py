@@ -42,7 +42,8 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     Raises:
         ValueError: the sizes don't add up to the items there are.
     """
-    if min(sizes, default=0) < 1 or sum(sizes) != (items := items_in(batch)):
+    items = items_in(batch)
+    if min(sizes, default=0) < 1 or sum(sizes) != items:
         raise ValueError(f"the sizes {tuple(sizes)} do not add up to the batch's {items} items")
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [take(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]

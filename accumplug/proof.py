@@ -126,6 +126,8 @@ def equivalence_check(
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"the loss": loss_fn}
     count = items_in(batch)
     chosen = default_splits(count) if splits is None else [tuple(split) for split in splits]
+    if not chosen:
+        raise ValueError("there is nothing to compare: give at least one split")
     with Case(model, batch, losses, items, reduction, loop) as case:
         reference = case.whole()
         graded = [gradient for gradient in reference.values() if gradient is not None]
