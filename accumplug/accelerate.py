@@ -143,6 +143,15 @@ class AccelerateLoop:
             optimizer.zero_grad()
         self._state._set_sync_gradients(False)
 
+    def before_step(self, function: Callable[[], None]) -> None:
+        """Let `function` run when the loop steps its first optimizer in this block."""
+
+        def run(*_: Any) -> None:
+            function()
+
+        for optimizer in self.accelerator._optimizers:
+            self._hooks.append(inner(optimizer).register_step_pre_hook(run))
+
     def let_step(self) -> None:
         """Let the loop take a step outside of a block."""
         self.grad_norm, self.stepped = None, False

@@ -53,6 +53,8 @@ class Accumulator:
             update on what is there), "drop", or "carry" (into the next pass).
         sync: "last" (one reduction over the ranks in a window) or "every" (one in each
             micro-batch).
+        accumulate_dtype: torch.float32: the running sum, its reduction and the clip are in fp32
+            where parameters are bf16 or fp16; the optimizer gets it rounded once.
         nonfinite: "skip_window" (no update on a non-finite gradient; with a scaler, its own
             rule), "skip_micro_batch" (leave out the micro-batch and its weight; waits for the
             device in each), or "raise".
@@ -81,12 +83,20 @@ class Accumulator:
         nonfinite: str = "skip_window",
         process_group: Any = None,
     ) -> None:
-        if accumulate_dtype is not None or inplace:
-            raise ValueError("accumulate_dtype and inplace are not supported yet")
+        if inplace:
+            raise ValueError("inplace is not supported yet")
         self.steps = steps
         self._options = options = Options.check(
-            optimizer, scheduler, scaler, max_grad_norm, tail, sync, nonfinite
+            optimizer,
+            scheduler,
+            scaler,
+            max_grad_norm,
+            tail,
+            sync,
+            nonfinite,
+            accumulate_dtype,
         )
+        self._wide = accumulate_dtype
         self._ranks = Ranks(process_group)
         self._loop: Any = None
         if accelerator is not None:
@@ -247,6 +257,7 @@ class Accumulator:
             raise RuntimeError("discard inside of a block; leave it first")
         self._window, self._loss_sum, self._overflows = None, None, 0.0
         self._sum.clear()
+        self._sum.narrow()
 
     def on_update(self, function: F) -> F:
         """Let `function()` run after each real update, never after a skipped one.
@@ -314,6 +325,8 @@ class Accumulator:
         for model in models:
             if not isinstance(model, nn.Module) or model not in self._sum:
                 self._see(model)
+        if self._wide is not None:
+            self._sum.widen(self._wide)
         if self._absent() and not self.takes_step and self._loop is None:
             raise RuntimeError(
                 "the data of some ranks have ended and others go on; without optimizer= or "
@@ -360,7 +373,8 @@ class Accumulator:
         """Whether the closing backward itself may reduce; all ranks find the same.
 
         Not with several DDP modules (ranks that use them in another order would mix them up),
-        nor while a rank is without data, nor if the micro-batch may have to be taken back.
+        nor while a rank is without data, nor if the micro-batch may have to be taken back or the
+        sum has another dtype than DDP's buckets.
         """
         return (
             len(ddps) == 1 and not self._absent() and self._options.nonfinite != "skip_micro_batch"
@@ -422,6 +436,15 @@ class Accumulator:
             factor = window.settle(self._total, self._ranks.size)
             window.factor = factor = torch.where(self._total > 0, factor, 0.0)
         self._sum.scale(factor)
+
+    def _hand_over(self) -> None:
+        """The sum is finished: give it to a loop that steps in a form that its optimizer takes."""
+        if self.takes_step:
+            return
+        if self._loop is None:
+            self._sum.narrow()
+        else:
+            self._loop.before_step(self._sum.narrow)
 
     def _root_gradient(self, loss: Tensor, divisor: Weight) -> Tensor:
         """What a backward from `loss` starts with: 1 / divisor, times the scaler's scale.
@@ -511,6 +534,7 @@ class Accumulator:
             self._sum.forget_mark()
             if self.takes_step or micro.void:
                 self._sum.clear()
+            self._sum.narrow()
 
     def _update(
         self, micro: MicroBatch, window: Window, sums: Any
@@ -527,6 +551,7 @@ class Accumulator:
                     options.max_grad_norm,
                     options.nonfinite,
                     None if is_number(self._total) else self._total,
+                    self._sum.narrow,
                 )
             except NonFiniteError as error:
                 window.torn = str(error)

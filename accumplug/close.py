@@ -7,7 +7,7 @@ is every decision taken from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,15 @@ def take_update(
     max_grad_norm: float | None,
     nonfinite: str,
     total: Tensor | None = None,
+    before_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Turn the gradients of `parameters` into an update, unless they are not finite.
 
     The host waits for the device once: for the norm, the scaler's flags and the window's `total`
     weight (if the host does not know it) together. With a total of 0 there is no update. With a
     scaler its own rule holds: an optimizer with an inf or NaN among its gradients does not step,
-    and the scale backs off once. A scheduler ticks when its optimizer has stepped.
+    and the scale backs off once. A scheduler ticks when its optimizer has stepped. `before_step`
+    runs on the clipped gradient.
     """
     graded = [p for p in parameters if p.grad is not None]
     for optimizer in optimizers if scaler is not None else ():
@@ -64,6 +66,7 @@ def take_update(
         bad = [not finite for _ in optimizers]
     if max_grad_norm is not None and not all(bad):
         torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
+    before_step()
     stepped = _step(optimizers, bad, scaler if graded else None)
     for scheduler in schedulers:
         if stepped.get(id(getattr(scheduler, "optimizer", None)), any(stepped.values())):

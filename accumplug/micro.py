@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accumplug.sync import check_reduced, join_forward, reduce_now
+from accumplug.sync import check_reduced, join_forward, reduce_now, reduce_sums
 from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
 if TYPE_CHECKING:
@@ -291,14 +291,23 @@ class MicroBatch:
         self._accum._settle(self)
         self.finished = True
         if self.reduces and self.replicas:
-            for ddp in self.replicas:
-                if not self._reduced:
-                    agreed = not self._accum._may_overlap(self.replicas)
-                    reduce_now(ddp, self._accum._ranks, agreed)
-                check_reduced(ddp)
+            self._reduce()
             self._accum.syncs += 1
+        if self.ends:
+            self._accum._hand_over()
         if self.void and self._accum._loop is not None:
             self._accum._loop.void()
+
+    def _reduce(self) -> None:
+        """Average the running sum over the ranks, where the backward has not done it."""
+        accum = self._accum
+        if accum._wide is not None:
+            reduce_sums(self.replicas, accum._ranks)
+            return
+        for ddp in self.replicas:
+            if not self._reduced:
+                reduce_now(ddp, accum._ranks, agreed=not accum._may_overlap(self.replicas))
+            check_reduced(ddp)
 
     def _stats(self) -> list[list[int]]:
         # torch 2.13, reducer.cpp: nanoseconds at which each parameter became ready in the last

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -25,6 +26,7 @@ class Options:
     tail: str
     sync: str
     nonfinite: str
+    accumulate_dtype: torch.dtype | None
 
     @classmethod
     def check(
@@ -36,6 +38,7 @@ class Options:
         tail: str,
         sync: str,
         nonfinite: str,
+        accumulate_dtype: torch.dtype | None,
     ) -> Options:
         """Raise ValueError for a value that is unknown or would be ignored."""
         for name, value, known in (
@@ -45,6 +48,11 @@ class Options:
         ):
             if value not in known:
                 raise ValueError(f"{name} is one of {', '.join(known)}; got {value!r}")
+        if accumulate_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"accumulate_dtype is torch.float32 (or float64), wide enough for a long sum, or "
+                f"None for the parameters' own; got {accumulate_dtype}"
+            )
         optimizers = tuple(inner(o) for o in _several(optimizer))
         schedulers = tuple(inner(s) for s in _several(scheduler))
         for one in optimizers:
@@ -62,7 +70,9 @@ class Options:
             _refuse_unused(schedulers, max_grad_norm, nonfinite)
         if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm is a finite number above 0; got {max_grad_norm!r}")
-        return cls(optimizers, schedulers, scaler, max_grad_norm, tail, sync, nonfinite)
+        return cls(
+            optimizers, schedulers, scaler, max_grad_norm, tail, sync, nonfinite, accumulate_dtype
+        )
 
 
 def _refuse_unused(schedulers: tuple[Any, ...], max_grad_norm: Any, nonfinite: str) -> None:

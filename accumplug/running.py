@@ -20,6 +20,15 @@ def bare_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("module.", "", int(name.startswith("module.")))
 
 
+def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | None = None) -> None:
+    """Set `parameter.grad`, whose dtype may differ from the parameter's (torch 2.13: grad_dtype)."""
+    dtype = dtype or (parameter.dtype if grad is None else grad.dtype)
+    parameter.grad = None
+    if parameter.grad_dtype != dtype:
+        parameter.grad_dtype = dtype
+    parameter.grad = grad
+
+
 @dataclass
 class _Model:
     parameters: list[nn.Parameter]
@@ -49,6 +58,7 @@ class RunningSum:
         self._stepped = {id(p): p for p in parameters}
         self._all: list[nn.Parameter] | None = None
         self._distributed = False
+        self._wide = False
         self._witness: tuple[nn.Parameter, Tensor, int] | None = None
         RunningSum.changes += 1
 
@@ -61,6 +71,7 @@ class RunningSum:
             list(model.parameters()), [weakref.ref(r) for r in replicas(model)]
         )
         self._all = None
+        self._wide = False
         self._distributed = self._distributed or bool(self._models[model].replicas)
         RunningSum.changes += 1
 
@@ -104,7 +115,7 @@ class RunningSum:
         for ddp in replicas(model):
             mark_used(ddp, [parameters[n] for n in sums])
         for name, parameter in parameters.items():
-            parameter.grad = None if name not in sums else sums[name].to(parameter.device)
+            assign(parameter, sums[name].to(parameter.device) if name in sums else None)
         self.mark()
 
     def scale(self, factor: Weight) -> None:
@@ -146,6 +157,27 @@ class RunningSum:
         for parameter in self.parameters:
             parameter.grad = None
         self._witness = None
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Let `.grad` be of `dtype` where the parameter's own is narrower, for this window."""
+        if self._wide:
+            return
+        for parameter in self.parameters:
+            if parameter.requires_grad and parameter.dtype.itemsize < dtype.itemsize:
+                grad = parameter.grad
+                assign(parameter, None, dtype)
+                assign(parameter, None if grad is None else grad.to(dtype), dtype)
+        self._wide = True
+
+    def narrow(self) -> None:
+        """Round a wide sum, once, to what optimizers take: the parameter's own dtype."""
+        if not self._wide:
+            return
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if parameter.requires_grad and parameter.grad_dtype != parameter.dtype:
+                assign(parameter, None if grad is None else grad.to(parameter.dtype))
+        self._wide = False
 
     def forget_mark(self) -> None:
         """Let go of what `mark` remembered: the window is closed."""

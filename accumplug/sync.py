@@ -129,12 +129,54 @@ def reduce_now(ddp: DistributedDataParallel, ranks: Ranks, agreed: bool) -> None
 def _used(parameters: list[nn.Parameter], ranks: Ranks, agreed: bool) -> list[nn.Parameter]:
     marks = [float(p.grad is not None) for p in parameters]
     if agreed:
-        sums = ranks.sum(marks)
-        marks = sums if isinstance(sums, list) else sums.tolist()
+        marks = _numbers(ranks.sum(marks))
     used = [p for p, mark in zip(parameters, marks, strict=True) if mark]
     # With nothing used here and the other ranks in a real backward, one mark starts the
     # reducer; the last parameter, the output's, is the one that they use as well.
     return used if used or agreed else parameters[-1:]
+
+
+def reduce_sums(ddps: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
+    """Average `.grad` over the ranks in its own dtype, which DDP's buckets can't hold.
+
+    In flat buckets of DDP's usual 25 MiB, one after the other. A parameter that no rank has used
+    stays without a gradient.
+    """
+    parameters = [p for ddp in ddps for p in reduced_parameters(ddp)]
+    marks = ranks.sum([float(p.grad is not None) for p in parameters])
+    used = [p for p, mark in zip(parameters, _numbers(marks), strict=True) if mark]
+    for bucket in _buckets(used):
+        grads = [
+            torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in bucket
+        ]
+        flat = torch.cat([g.reshape(-1) for g in grads]).div_(ranks.size)
+        if ranks.size > 1:
+            dist.all_reduce(flat, group=ranks.group)
+        for parameter, grad, part in zip(
+            bucket, grads, flat.split([g.numel() for g in grads]), strict=True
+        ):
+            grad.copy_(part.view_as(grad))
+            parameter.grad = grad
+    for ddp in ddps:
+        ddp.require_forward_param_sync = True
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split into runs of one dtype and device, of at most 25 MiB (or one parameter) each."""
+    buckets: list[list[nn.Parameter]] = []
+    kind, room = None, 0
+    for parameter in parameters:
+        size = parameter.numel() * 4
+        if kind != (kind := (parameter.grad_dtype, parameter.device)) or size > room:
+            buckets.append([])
+            room = 25 * 2**20
+        buckets[-1].append(parameter)
+        room -= size
+    return buckets
+
+
+def _numbers(sums: Tensor | list[Any]) -> list[Any]:
+    return sums if isinstance(sums, list) else sums.tolist()
 
 
 def mark_used(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
