@@ -377,7 +377,10 @@ class Accumulator:
         sum has another dtype than DDP's buckets.
         """
         return (
-            len(ddps) == 1 and not self._absent() and self._options.nonfinite != "skip_micro_batch"
+            len(ddps) == 1
+            and not self._absent()
+            and self._options.nonfinite != "skip_micro_batch"
+            and self._wide is None
         )
 
     def _foreign(self) -> Foreign:

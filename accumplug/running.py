@@ -21,7 +21,7 @@ def bare_name(name: str) -> str:
 
 
 def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | None = None) -> None:
-    """Set `parameter.grad`, whose dtype may differ from the parameter's (torch 2.13: grad_dtype)."""
+    """Set `parameter.grad`; its dtype may differ from the parameter's (`Tensor.grad_dtype`)."""
     dtype = dtype or (parameter.dtype if grad is None else grad.dtype)
     parameter.grad = None
     if parameter.grad_dtype != dtype:
