@@ -1,0 +1,173 @@
+"""A checkpoint written so that it is there whole or not at all.
+
+Everything goes into a directory beside the others whose name no reader takes for a checkpoint;
+each file is fsynced, the manifest comes last, the directory is fsynced and renamed, and so is
+the change in the directory above. A process that dies at any point leaves the older checkpoints
+as they were, and a directory that the next writer removes. An old one goes only after that, by
+a rename first, so that it is never half there under its name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .codec import Encoded
+from .files import CheckpointError, FileEntry, check_size, fsync_directory, opened, write_file
+from .format import open_checkpoint
+from .handover import collect, hand_in, hand_in_failure
+from .manifest import MANIFEST, PART, Manifest, check_position, name_of
+from .rotate import WRITING, remove_older
+from .strictjson import MAX_JSON, dump_json
+from .tensors import write_tensors
+
+TOKEN = re.compile(r"[A-Za-z0-9]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint, as one rank sees it.
+
+    `position` names it (see `name_of`) and is kept in the manifest. `parts` are written by this
+    rank; no two ranks may use one name. `link` names parts that have not changed since the whole
+    checkpoint `link_from`; rank 0 takes them from there, whichever rank wrote them.
+    """
+
+    position: Mapping[str, Any]
+    parts: Mapping[str, Encoded]
+    link: tuple[str, ...] = ()
+    link_from: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_position(dict(self.position))
+        dump_json(dict(self.position))
+        for name in (*self.parts, *self.link):
+            if not PART.fullmatch(name) or name.casefold() == "manifest":
+                raise ValueError(f"{name!r} can't name a part: letters, digits, - and _ only")
+        if self.link and self.link_from is None:
+            raise ValueError(f"link={self.link} needs link_from, the checkpoint that has them")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a writer works, and among whom. `token` is one that no other run has used here.
+
+    Rank 0 waits `patience` seconds for the files of the other ranks.
+    """
+
+    directory: Path
+    token: str
+    rank: int = 0
+    world_size: int = 1
+    keep: int = 2
+    patience: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size} ranks")
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep}: the newest is always kept, so give 1 or more")
+        if not TOKEN.fullmatch(self.token):
+            raise ValueError(f"token {self.token!r}: give 1 to 64 letters and digits")
+
+
+def write(place: Place, job: Job, number: int) -> Path | None:
+    """Writes this rank's share of save `number`; rank 0 then makes the whole a checkpoint.
+
+    Rank 0 returns where it is once it is whole; the others None once their files are on disk.
+    """
+    work = place.directory / f"{WRITING}{place.token}-{number:06d}"
+    _make(place.directory)
+    work.mkdir(exist_ok=place.world_size > 1)
+    try:
+        mine = _write_parts(work, job.parts)
+        if place.rank:
+            hand_in(work, place.rank, mine)
+            return None
+        shares = [mine, *collect(work, place.world_size, place.patience), _link(work, job)]
+        target = _commit(place, job, work, shares)
+    except BaseException as error:
+        if place.rank:
+            hand_in_failure(work, place.rank, error)
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    remove_older(place.directory, target, place.keep, place.token)
+    return target
+
+
+def _make(directory: Path) -> None:
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        fsync_directory(path.parent)
+
+
+def _write_parts(work: Path, parts: Mapping[str, Encoded]) -> dict[str, FileEntry]:
+    files = {}
+    for name, (tree, tensors) in parts.items():
+        data = dump_json(tree)
+        if len(data) > MAX_JSON:
+            raise ValueError(f"{name} is {len(data)} bytes of JSON: put what is long in tensors")
+        files[f"{name}.json"] = write_file(work / f"{name}.json", [memoryview(data)])
+        if tensors:
+            file = f"{name}.safetensors"
+            files[file] = write_tensors(work / file, tensors)
+    return files
+
+
+def _link(work: Path, job: Job) -> dict[str, FileEntry]:
+    """Takes the files of unchanged parts, with the checksums that they have there."""
+    if job.link_from is None or not job.link:
+        return {}
+    source = open_checkpoint(job.link_from)
+    files = {}
+    for part in job.link:
+        if part not in source.parts:
+            raise CheckpointError(f"{source.path}: has no part {part!r} to link")
+        for name in (f"{part}.json", f"{part}.safetensors"):
+            if name in source.manifest.files:
+                files[name] = source.manifest.files[name]
+                _link_or_copy(source.path / name, work / name, files[name])
+    return files
+
+
+def _link_or_copy(source: Path, target: Path, entry: FileEntry) -> None:
+    with opened(source) as file:
+        check_size(source, file, entry)
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links, or two file systems
+        shutil.copyfile(source, target)
+        with open(target, "rb+") as copy:
+            os.fsync(copy.fileno())
+
+
+def _commit(place: Place, job: Job, work: Path, shares: Iterable[Mapping[str, FileEntry]]) -> Path:
+    files: dict[str, FileEntry] = {}
+    for share in shares:
+        if twice := files.keys() & share.keys():
+            raise ValueError(f"{', '.join(sorted(twice))}: given by two ranks, or also linked")
+        files |= share
+    manifest = Manifest(dict(job.position), place.world_size, files)
+    write_file(work / MANIFEST, [memoryview(manifest.dump())])
+    fsync_directory(work)
+    target = _free(place.directory, job)
+    work.rename(target)
+    fsync_directory(place.directory)
+    return target
+
+
+def _free(directory: Path, job: Job) -> Path:
+    """A name not in use: another checkpoint of the same position is never overwritten."""
+    attempt = 0
+    while True:
+        name = name_of(job.position["update"], job.position["micro_batch"], attempt)
+        if not os.path.lexists(directory / name):
+            return directory / name
+        attempt += 1
