@@ -47,6 +47,8 @@ class AccelerateLoop:
         self._step_seen: int | None = accelerator.step
         self._loader: Callable[[], Any] = lambda: None
         self._hooks: list[Any] = []
+        self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.end_pass()
         common = {"backward": backward, "accumulate": _refuse_accumulate}
         quiet = {
             "clip_grad_norm_": _no_norm,
@@ -54,7 +56,10 @@ class AccelerateLoop:
             "unscale_gradients": _nothing,
         }
         self._open = common | quiet
-        self._closing = self._open if self.takes_step else common | {"clip_grad_norm_": self._clip}
+        self._closing = common | {"clip_grad_norm_": self._clip}
+        if self.takes_step:
+            taken = _nothing if options.max_grad_norm is not None else _refuse_clip
+            self._closing = self._open | {"clip_grad_norm_": taken, "clip_grad_value_": taken}
         self._forget_step_on_load()
 
     def models(self) -> list[nn.Module]:
@@ -98,23 +103,31 @@ class AccelerateLoop:
         self._hooks.clear()
 
     def void(self) -> None:
-        """The window has no weight: the loop's optimizer and scheduler must not step."""
+        """The window has no weight: what the loop does when it closes must not happen."""
+        vars(self.accelerator).update(self._open)
         self._state._set_sync_gradients(False)
 
     def at_end(self) -> bool:
         """Whether the loader that feeds the loop has handed out its last batch.
 
-        It is the innermost loader at the first micro-batch of a pass, and stays it while that
-        pass lasts: an evaluation loop that was left by `break` remains registered inside.
+        It is the outermost one that began after the pass before, and stays it while its pass
+        lasts: an evaluation loop that was left by `break` remains registered for good.
         """
         active = [loader for loader in self._state.dataloader_references if loader is not None]
         loader = self._loader()
         if not any(loader is one for one in active):
-            if not active:
+            fresh = [one for one in active if one not in self._stale]
+            if not fresh:
                 return False
-            loader = active[-1]
+            loader = fresh[0]
             self._loader = weakref.ref(loader)
         return bool(loader.end_of_dataloader)
+
+    def end_pass(self) -> None:
+        """The loader that fed the loop has ended: the others that are registered are stale."""
+        own = self._loader()
+        active = [loader for loader in self._state.dataloader_references if loader is not None]
+        self._stale = weakref.WeakSet(one for one in active if one is not own)
 
     def was_skipped(self) -> bool:
         """Whether the scaler kept the loop's optimizers from stepping in the block that closed."""
@@ -232,6 +245,13 @@ def _refuse_accumulate(*models: Any) -> Any:
     raise RuntimeError(
         "accelerator.accumulate inside of accum: two counters can't own one window. "
         "`with accum(model):` takes its place"
+    )
+
+
+def _refuse_clip(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "accum takes the step (optimizer= was given), so the loop can't clip before it; give the "
+        "Accumulator max_grad_norm= instead"
     )
 
 

@@ -105,10 +105,10 @@ class Accumulator:
             self._loop = AccelerateLoop(accelerator, self.backward, options, self._steps)
             scaler = accelerator.scaler if scaler is None else scaler
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
-        self._sum = RunningSum(
-            p for o in options.optimizers for g in o.param_groups for p in g["params"]
-        )
+        self._sum = RunningSum(options.optimizers)
+        self._guard_steps()
         self._others = Foreign()
+        self._stepping = False
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
         self._feed: Feed | None = None
@@ -119,6 +119,8 @@ class Accumulator:
         self._mean_weight: Weight | None = None
         self._loss_sum: Tensor | None = None
         self._root: tuple[Any, Tensor] | None = None
+        self._scale: Tensor | None = None
+        self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._overflows = 0.0
         self._opened = 0.0
         self._closed: Closed | None = None
@@ -255,7 +257,7 @@ class Accumulator:
         """Throw the open window away, torn or not: its micro-batches, its gradients."""
         if self._micro is not None:
             raise RuntimeError("discard inside of a block; leave it first")
-        self._window, self._loss_sum, self._overflows = None, None, 0.0
+        self._window, self._loss_sum, self._overflows, self._scale = None, None, 0.0, None
         self._sum.clear()
         self._sum.narrow()
 
@@ -336,16 +338,26 @@ class Accumulator:
     def _see(self, model: nn.Module) -> None:
         refuse.refuse_model(model, self._ranks)
         refuse.warn_lonely_process()
-        if callable(self._steps) or self.steps > 1:
-            refuse.refuse_static_graph(model)
-            refuse.warn_batchnorm(model)
         self._sum.add(model)
+        if self._window is None:  # what other losses have left in it is not of this window
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def _see_windows(self) -> None:
+        """The first window of several micro-batches over a model: what that would make wrong."""
+        refuse.refuse_fused_backward(self._sum.parameters)
+        for model in self._sum.models:
+            if model not in self._checked:
+                refuse.refuse_static_graph(model)
+                refuse.warn_batchnorm(model)
+                self._checked.add(model)
 
     def _open_window(self) -> Window:
         if self._window is None:
             steps = self.steps if (plan := self._plan()) is None else max(len(plan.weights), 1)
+            self._sum.refresh()
             if steps > 1:
-                refuse.refuse_fused_backward(self._sum.parameters)
+                self._see_windows()
             self._window = Window(steps)
             self._opened = time.perf_counter()
             if self.takes_step:
@@ -397,7 +409,7 @@ class Accumulator:
         """See to the window's reference weight before a micro-batch of `weight` is added."""
         window = self._open_window()
         if (plan := self._plan()) is not None:
-            window.reference = plan.total / (self._ranks.size * window.steps)
+            window.reference = _planned_reference(plan, self._ranks.size * window.steps)
         elif self._options.sync == "every" and self._ranks.size > 1:
             if window.reference is None:
                 # Partial sums are averaged over the ranks, so all of them need the same one.
@@ -407,8 +419,23 @@ class Accumulator:
                 window.reference = self._mean_weight
         elif is_number(weight):
             self._sum.scale(window.refer(weight))
-        elif window.reference is None:
-            window.reference = torch.where(weight > 0, weight, 1).double()
+        else:
+            self._refer_unread(window, weight)
+
+    def _refer_unread(self, window: Window, weight: Tensor) -> None:
+        """The same for a weight that the host does not know.
+
+        The last window's mean weight tells the magnitude; in the first window the reference
+        grows with each weight, which costs a pass over the running sum.
+        """
+        mean = 1.0 if self._mean_weight is None else self._mean_weight
+        if window.reference is None:
+            grown = weight * _power(mean / weight) if self._mean_weight is not None else weight
+            window.reference = torch.where(weight > 0, grown, mean)
+        elif self._mean_weight is None:
+            power = _power(weight / window.reference / 2)
+            window.reference = window.reference * power
+            self._sum.scale(1.0 / power)
 
     def _settle(self, micro: MicroBatch) -> None:
         """In the micro-batch that ends the window: its total weight, and the sum made to fit it."""
@@ -429,6 +456,12 @@ class Accumulator:
         if micro.virtual:
             flushes = float(closing) > 0 or self._options.tail == "flush"
             micro.ends = flushes and float(count) > 0
+            if micro.ends and not (micro.flushes or self.takes_step or self._loop):
+                raise RuntimeError(
+                    f"the loop left out the last item of the pass, so {self.pending} micro-batches "
+                    f"wait for a close that the loop would not step on; call micro.skip() in its "
+                    f"block, or give optimizer="
+                )
             if not micro.ends:
                 return
         self._mean_weight = _ratio(self._total, count)
@@ -460,18 +493,22 @@ class Accumulator:
             if self._root is None or self._root[0] != kind:
                 self._root = (kind, loss.detach().new_full(loss.shape, 1.0 / divisor))
             return self._root[1]
-        one = torch.ones(loss.shape, dtype=wide, device=loss.device)
-        scaled: Tensor = one if self._scaler is None else self._scaler.scale(one)
-        gradient: Tensor = scaled / divisor
-        return gradient.to(loss.dtype)
+        if self._scaler is not None and self._scale is None:
+            self._scale = self._scaler.scale(torch.ones((), device=loss.device))
+        scaled = torch.ones((), device=loss.device) if self._scale is None else self._scale
+        gradient: Tensor = scaled.to(wide) / divisor
+        return gradient.to(loss.dtype).reshape(loss.shape)
 
     def _keep(self, kept: list[Tensor | None], loss: Tensor) -> bool:
         """Add the micro-batch that has just run to the `kept` sum if it is finite; say whether."""
-        finite = self._sum.finite()
-        self._sum.put(kept, added=finite)
-        if not finite and self._scaler is not None and bool(torch.isfinite(loss.detach()).all()):
+        sum_finite, loss_finite = torch.stack(
+            [self._sum.finite(), torch.isfinite(loss.detach()).all().to(self._sum.device)]
+        ).tolist()
+        keep = bool(sum_finite and loss_finite)
+        self._sum.put(kept, added=keep)
+        if not keep and loss_finite and self._scaler is not None:
             self._overflows += 1.0
-        return finite
+        return keep
 
     def _log(self, loss: Tensor, weight: Weight, reduction: str) -> None:
         value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
@@ -505,7 +542,7 @@ class Accumulator:
     def _close(self, micro: MicroBatch, window: Window) -> None:
         """The window becomes an update, or is skipped."""
         sums = self._ranks.sum([self._loss_value(), self._overflows, *self._clip_values()])
-        scale = 1.0 if self._scaler is None else self._scaler.scale(torch.ones(()))
+        scale: Any = 1.0 if self._scale is None else self._scale
         norm, stepped = None, False
         if not micro.void:
             norm, stepped = self._update(micro, window, sums)
@@ -528,7 +565,7 @@ class Accumulator:
         self.windows += 1
         self.updates += stepped
         self.skipped += not stepped
-        self._window, self._loss_sum, self._overflows = None, None, 0.0
+        self._window, self._loss_sum, self._overflows, self._scale = None, None, 0.0, None
         try:
             if stepped:
                 for function in self._callbacks:
@@ -545,6 +582,8 @@ class Accumulator:
         """Take the step, or see whether the loop has; return the gradient's norm and whether."""
         if self.takes_step:
             options = self._options
+            self._follow_scale()
+            self._stepping = True
             try:
                 outcome = take_update(
                     self._sum.stepped_parameters,
@@ -559,20 +598,55 @@ class Accumulator:
             except NonFiniteError as error:
                 window.torn = str(error)
                 raise
+            finally:
+                self._stepping = False
             return outcome.grad_norm, outcome.stepped
         if self._loop is None:
-            return None, True
+            return None, not self._backed_off()
         if micro.flushes:
             self._loop.let_step()
         elif micro.virtual or (micro.skipped and not self._loop.stepped):
             self._loop.take_step(*sums[2:])
-        return self._loop.grad_norm, not self._loop.was_skipped()
+        return self._loop.grad_norm, not (self._loop.was_skipped() or self._backed_off())
+
+    def _backed_off(self) -> bool:
+        """Whether the scaler of a loop that steps has skipped the step in the closing block."""
+        if self._scaler is None or self._scale is None:
+            return False
+        return bool(self._scaler.scale(torch.ones_like(self._scale)) < self._scale)
+
+    def _follow_scale(self) -> None:
+        """Bring the sum to the scaler's scale, if another Accumulator has updated that."""
+        shared = any(a._scaler is self._scaler for a in Accumulator._live if a is not self)
+        if self._scale is not None and shared:
+            self._sum.scale(self._scaler.scale(torch.ones_like(self._scale)) / self._scale)
+
+    def _guard_steps(self) -> None:
+        """Refuse a step of the loop's own on a sum that is not finished."""
+        this = weakref.ref(self)
+
+        def refuse_step(*_: Any) -> None:
+            accum = this()
+            if accum is None or accum._stepping or (accum._micro is None and not accum.pending):
+                return
+            raise RuntimeError(
+                "accum takes the step (optimizer= was given); leave optimizer.step() out of the "
+                "loop"
+            )
+
+        for optimizer in self._options.optimizers:
+            weakref.finalize(self, optimizer.register_step_pre_hook(refuse_step).remove)
+
+    def _versions(self, micro: MicroBatch) -> list[int] | None:
+        """In the first micro-batch: what shows that a backward has changed the parameters."""
+        if self.micro_batches or micro.ends:
+            return None
+        return [p._version for p in self._sum.parameters]
 
     def _loss_value(self) -> Tensor:
         if self._loss_sum is not None:
             return self._loss_sum
-        first = next(iter(self._sum.parameters), None)
-        device = torch.device("cpu") if first is None else first.device
+        device = self._sum.device
         wide = torch.float32 if device.type == "mps" else torch.float64
         return torch.zeros((), dtype=wide, device=device)
 
@@ -597,6 +671,8 @@ class Accumulator:
 
     def _end_pass(self) -> None:
         """The data ended."""
+        if self._loop is not None:
+            self._loop.end_pass()
         if self.pending and self._options.tail == "drop":
             self.discard()
         if self.pending and self._options.tail == "flush":
@@ -634,3 +710,18 @@ def _ratio(total: Weight, count: Weight) -> Weight:
     if is_number(total):
         return total / count if total > 0 else 1.0
     return torch.where(total > 0, total / count, 1.0)
+
+
+def _power(ratio: Tensor) -> Tensor:
+    """The power of two, at least 1, that `ratio` rounds up to."""
+    return torch.exp2(torch.log2(ratio).ceil().clamp(min=0.0))
+
+
+def _planned_reference(plan: Plan, micro_batches: int) -> Weight:
+    """What stands for one in a window whose total is known: its mean weight."""
+    weights = plan.weights
+    if is_number(plan.total) and weights and all(is_number(w) for w in weights):
+        equal = weights.count(weights[0]) == len(weights)
+        mean = plan.total / micro_batches
+        return weights[0] if equal and abs(mean - weights[0]) <= 4e-16 * mean else mean
+    return plan.total / micro_batches

@@ -61,11 +61,13 @@ def take_update(
     bad = [bool(flag) or known_total == 0 for flag in values]
     finite = math.isfinite(value) and not any(bad)
     if not finite and known_total != 0 and nonfinite == "raise":
+        if scaler is not None:
+            scaler.update()
         raise NonFiniteError(_explain(value, scaler))
     if scaler is None or _states(scaler) is None:
         bad = [not finite for _ in optimizers]
     if max_grad_norm is not None and not all(bad):
-        torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
+        _clip(graded, norm, max_grad_norm, optimizers, bad)
     before_step()
     stepped = _step(optimizers, bad, scaler if graded else None)
     for scheduler in schedulers:
@@ -91,6 +93,22 @@ def _step(optimizers: Sequence[Optimizer], bad: Sequence[bool], scaler: Any) -> 
         scaler.step(optimizer)
     scaler.update()
     return {id(o): scaler.get_scale() >= scale for o in optimizers}
+
+
+def _clip(
+    graded: Sequence[nn.Parameter],
+    norm: Tensor,
+    max_grad_norm: float,
+    optimizers: Sequence[Optimizer],
+    bad: Sequence[bool],
+) -> None:
+    """Clip what will be stepped on; a NaN of an optimizer that is skipped must not spread."""
+    if any(bad):
+        good = [o for o, is_bad in zip(optimizers, bad, strict=True) if not is_bad]
+        stepped = {id(p) for o in good for group in o.param_groups for p in group["params"]}
+        graded = [p for p in graded if id(p) in stepped]
+        norm = total_norm(graded)
+    torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -44,6 +44,7 @@ class MicroBatch:
     skipped = False
     began = False
     """Whether something may have been added to the running sum."""
+    _used = False
     _backwards = 0
     _reduced = False
     _deferred: ExitStack | None = None
@@ -127,6 +128,9 @@ class MicroBatch:
 
     def __enter__(self) -> MicroBatch:
         accum = self._accum
+        if self._used:
+            raise RuntimeError("a context is good for one block; call accum(model) for each")
+        self._used = True
         if accum._micro is not None:
             raise RuntimeError(
                 "a block inside a block of the same Accumulator; one micro-batch has one block "
@@ -229,11 +233,8 @@ class MicroBatch:
         accum, roots, grads = self._accum, [], []
         if loss is not None:
             window = accum._open_window()
-            divisor = window.divisor(self.weight)
             roots.append(loss)
-            grads.append(
-                accum._root_gradient(loss, divisor * self.weight if reduction == "sum" else divisor)
-            )
+            grads.append(accum._root_gradient(loss, window.divisor(self.weight, reduction)))
         if extra is not None and (plan := accum._plan()) is not None:
             roots.append(extra)
             grads.append(accum._root_gradient(extra, plan.micro_batches / accum._ranks.size))
@@ -248,7 +249,7 @@ class MicroBatch:
     ) -> None:
         """Run the backward, adding nothing to the sums of other Accumulators."""
         foreign = [p for p in self._accum._foreign().parameters if p.requires_grad]
-        stats = self._stats()
+        stats, versions = self._stats(), self._accum._versions(self)
         for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
             parameter.requires_grad_(False)
         try:
@@ -257,6 +258,11 @@ class MicroBatch:
             for parameter in foreign:
                 parameter.requires_grad_(True)
         self._reduced = self._stats() != stats
+        if versions != self._accum._versions(self):
+            raise ValueError(
+                "a parameter changed in the backward of a micro-batch that does not close: an "
+                "optimizer steps inside of it, once for each micro-batch. Remove it, or use steps=1"
+            )
 
     def _defer(self) -> None:
         """Keep DDP from reducing, except in the backward that has to."""
@@ -283,6 +289,7 @@ class MicroBatch:
                     join_forward(ddp)
             self._accum._refer(0.0)
         self._finish()
+        self._accum._sum.mark()
 
     def _finish(self) -> None:
         """Make the running sum what it has to be when this block ends."""
@@ -326,6 +333,8 @@ class MicroBatch:
                 )
             self._stand_in()
         self._finish()
-        if not self.ends and (what := accum._sum.touched()) is not None:
-            accum._tear(what)
-            raise TornWindowError(accum._torn_message())
+        if not self.ends or accum.takes_step:
+            what = accum._sum.touched(gone=self.ends)
+            if what is not None:
+                accum._tear(what)
+                raise TornWindowError(accum._torn_message())

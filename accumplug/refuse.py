@@ -88,8 +88,12 @@ def _refuse_unreduced(model: nn.Module, ranks: Ranks) -> None:
 
 def warn_batchnorm(model: nn.Module) -> None:
     """Warn, once for a model, about modules that see micro-batches instead of the window."""
-    names = [n or "the model" for n, m in model.named_modules() if isinstance(m, _BatchNorm)]
-    if names and model.training:
+    names = [
+        n or "the model"
+        for n, m in model.named_modules()
+        if isinstance(m, _BatchNorm) and m.training
+    ]
+    if names:
         warnings.warn(
             f"BatchNorm sees micro-batches, not the window: {', '.join(names)} normalise over each "
             f"micro-batch and move their running statistics once for each, so a window can't equal "
@@ -133,6 +137,7 @@ def _reaches_optimizer(hook: Any) -> bool:
         variables = inspect.getclosurevars(function)
         reached += [*variables.nonlocals.values(), *variables.globals.values()]
         reached += function.__defaults__ or ()
+    reached += getattr(owner, "__dict__", {}).values()
     for value in list(reached):
         if isinstance(value, dict):
             reached += value.values()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from accumplug.sync import mark_used, replicas
 from accumplug.window import Weight, is_number
@@ -32,7 +33,21 @@ def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | No
 @dataclass
 class _Model:
     parameters: list[nn.Parameter]
+    watched: list[nn.Parameter]
     replicas: list[weakref.ref[DistributedDataParallel]]
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> dict[int, nn.Parameter]:
+    return {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+
+
+def _watched(model: nn.Module, most: int = 16) -> list[nn.Parameter]:
+    """The first trainable parameter of each direct part of `model`, inside of its wrappers."""
+    while len(children := list(model.children())) == 1:
+        model = children[0]
+    parts = [(p for p in part.parameters() if p.requires_grad) for part in (model, *children)]
+    found = [p for part in parts if (p := next(part, None)) is not None]
+    return list({id(p): p for p in found}.values())[:most]
 
 
 @dataclass
@@ -53,13 +68,14 @@ class RunningSum:
     changes: ClassVar[int] = 0
     """Counts whatever was added to any sum, so that others can keep what they found."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
-        self._stepped = {id(p): p for p in parameters}
+        self._optimizers = optimizers
+        self._stepped = _parameters(optimizers)
         self._all: list[nn.Parameter] | None = None
         self._distributed = False
         self._wide = False
-        self._witness: tuple[nn.Parameter, Tensor, int] | None = None
+        self._witnesses: list[tuple[nn.Parameter, Tensor, int]] = []
         RunningSum.changes += 1
 
     def __contains__(self, model: nn.Module) -> bool:
@@ -67,13 +83,19 @@ class RunningSum:
 
     def add(self, model: nn.Module) -> None:
         """Let the parameters of `model` belong to the sum."""
-        self._models[model] = _Model(
-            list(model.parameters()), [weakref.ref(r) for r in replicas(model)]
-        )
+        ddps = [weakref.ref(r) for r in replicas(model)]
+        self._models[model] = _Model(list(model.parameters()), _watched(model), ddps)
         self._all = None
         self._wide = False
         self._distributed = self._distributed or bool(self._models[model].replicas)
         RunningSum.changes += 1
+
+    def refresh(self) -> None:
+        """List the parameters anew: layers and parameter groups may have been added."""
+        for model, known in self._models.items():
+            known.parameters = list(model.parameters())
+        self._stepped = _parameters(self._optimizers)
+        self._all = None
 
     @property
     def models(self) -> list[nn.Module]:
@@ -146,17 +168,23 @@ class RunningSum:
             if grad is not None or not added:
                 parameter.grad = grad
 
-    def finite(self) -> bool:
-        """Whether all of it is finite. Waits for the device."""
+    @property
+    def device(self) -> torch.device:
+        """Where the sum is; that of its first parameter."""
+        first = next(iter(self.parameters), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def finite(self) -> Tensor:
+        """Whether all of it is finite, 0-dim."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in grads]
-        return bool(torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf"))))
+        return torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf"))).to(self.device)
 
     def clear(self) -> None:
         """Forget the sum. By assignment: 0 times NaN is NaN."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._witness = None
+        self._witnesses = []
 
     def widen(self, dtype: torch.dtype) -> None:
         """Let `.grad` be of `dtype` where the parameter's own is narrower, for this window."""
@@ -181,25 +209,26 @@ class RunningSum:
 
     def forget_mark(self) -> None:
         """Let go of what `mark` remembered: the window is closed."""
-        self._witness = None
+        self._witnesses = []
 
     def mark(self) -> None:
-        """Remember the sum as it is, by one of its tensors."""
-        self._witness = None
-        for parameter in self.parameters:
-            grad = parameter.grad
-            if grad is not None and type(grad) is Tensor:
-                self._witness = (parameter, grad, grad._version)
-                return
+        """Remember the sum as it is, by some of its tensors: one of each part of a model."""
+        self._witnesses = [
+            (p, p.grad, p.grad._version)
+            for m in self._models.values()
+            for p in m.watched
+            if p.grad is not None and type(p.grad) is Tensor
+        ]
 
-    def touched(self) -> str | None:
-        """What has happened to the sum since `mark`, in words, or None."""
-        if self._witness is None:
-            return None
-        parameter, grad, version = self._witness
-        shape = tuple(parameter.shape)
-        if parameter.grad is not grad:
-            return f"the gradient of the parameter of shape {shape} was set to None or replaced"
-        if grad._version != version:
-            return f"the gradient of the parameter of shape {shape} was changed in place"
+    def touched(self, gone: bool = False) -> str | None:
+        """What has happened to the sum since `mark`, in words, or None.
+
+        `gone`: to be changed in place is no matter, as in a block that closes.
+        """
+        for parameter, grad, version in self._witnesses:
+            shape = tuple(parameter.shape)
+            if parameter.grad is not grad:
+                return f"the gradient of the parameter of shape {shape} was set to None or replaced"
+            if grad._version != version and not gone:
+                return f"the gradient of the parameter of shape {shape} was changed in place"
         return None

@@ -146,17 +146,17 @@ def reduce_sums(ddps: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
     marks = ranks.sum([float(p.grad is not None) for p in parameters])
     used = [p for p, mark in zip(parameters, _numbers(marks), strict=True) if mark]
     for bucket in _buckets(used):
-        grads = [
-            torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in bucket
-        ]
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        grads = [p.grad for p in bucket if p.grad is not None]
         flat = torch.cat([g.reshape(-1) for g in grads]).div_(ranks.size)
         if ranks.size > 1:
             dist.all_reduce(flat, group=ranks.group)
-        for parameter, grad, part in zip(
-            bucket, grads, flat.split([g.numel() for g in grads]), strict=True
-        ):
-            grad.copy_(part.view_as(grad))
-            parameter.grad = grad
+        offset = 0
+        for grad in grads:
+            grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
+            offset += grad.numel()
     for ddp in ddps:
         ddp.require_forward_param_sync = True
 

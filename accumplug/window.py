@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any
 
 Weight = Any
@@ -94,12 +95,14 @@ class Window:
         self.factor = factor
         return factor
 
-    def divisor(self, weight: Weight) -> Weight:
-        """What the mean loss of a micro-batch of `weight` is divided by; `steps` if all are equal.
+    def divisor(self, weight: Weight, reduction: str = "mean") -> Weight:
+        """What the loss of a micro-batch of `weight` is divided by; `steps` if all are equal.
 
-        Never call it with the number 0: such a micro-batch adds nothing.
+        A sum is divided by no weight of its own. Never call it with the number 0: such a
+        micro-batch adds nothing.
         """
-        divisor = self.steps * (self.reference / weight)
+        reference: Weight = self.reference
+        divisor = self.steps * (reference / (weight if reduction == "mean" else 1.0))
         return divisor if is_number(self.factor) and self.factor == 1.0 else divisor / self.factor
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,7 +126,7 @@ def check_steps(steps: Any) -> int:
 
 def check_weight(weight: Any) -> Weight:
     """Return `weight` (a number as float) or raise ValueError."""
-    if isinstance(weight, (int, float)):
+    if isinstance(weight, Real):
         if not math.isfinite(weight) or weight < 0:
             raise ValueError(
                 f"weight is the number of items that the loss is a mean over, finite and at "
@@ -136,4 +139,5 @@ def check_weight(weight: Any) -> Weight:
             f"weight is a number or a 0-dim tensor; got {type(weight).__name__}{shape}. "
             f"Count the items first: weight=mask.sum()"
         )
-    return weight.detach()
+    weight = weight.detach()
+    return weight.float() if weight.device.type == "mps" else weight.double()
