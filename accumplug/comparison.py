@@ -174,9 +174,7 @@ class Case:
 
     def loss(self, batch: Any, only: str | None = None) -> Tensor:
         """Give the sum of the losses on the batch, or only one of them."""
-        chosen = self.losses.values() if only is None else [self.losses[only]]
-        first, *others = (call_loss(loss, self.model, batch) for loss in chosen)
-        return sum(others, first)
+        return call_loss(self.losses if only is None else self.losses[only], self.model, batch)
 
     def _collect(self) -> Gradients:
         """Take the gradients out of the model."""

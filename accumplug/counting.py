@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations, and wants no strings.
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +20,22 @@ from accumplug.pieces import items_in
 __all__ = ["StepResult", "SyncCounter", "call_loss", "sync_counter", "train_one_optimizer_step"]
 
 Loss = Callable[..., Any] | nn.Module
+Losses = Loss | Mapping[str, Loss]
 
 
-def call_loss(loss_fn: Loss, model: nn.Module, batch: Any) -> Tensor:
+def call_loss(loss_fn: Losses, model: nn.Module, batch: Any) -> Tensor:
     """Give the loss of `model` on `batch`.
 
     `loss_fn` is called as `loss_fn(model, batch)`. A criterion of torch (`nn.CrossEntropyLoss()`,
     `torch.nn.functional.mse_loss`) is called as `loss_fn(model(inputs), targets)`, and then
-    the batch has to be a pair.
+    the batch has to be a pair. Several losses by name are summed.
+
+    Raises:
+        ValueError: it is not a 0-dim tensor, or has no gradient to give.
     """
+    if isinstance(loss_fn, Mapping):
+        first, *others = (call_loss(one, model, batch) for one in loss_fn.values())
+        return sum(others, first)
     if (
         isinstance(loss_fn, nn.Module)
         or getattr(loss_fn, "__module__", "") == "torch.nn.functional"
@@ -133,7 +140,7 @@ def train_one_optimizer_step(
     model: nn.Module,
     optimizer: Optimizer,
     micro_batches: Sequence[Any],
-    loss_fn: Loss,
+    loss_fn: Losses,
     *,
     items: Callable[[Any], float] = items_in,
     max_grad_norm: float | None = None,

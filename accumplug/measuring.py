@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from accumplug.counting import Loss, call_loss, sync_counter
+from accumplug.counting import Losses, call_loss, sync_counter
 from accumplug.noise import NoiseEstimate, NoiseScale
 from accumplug.pieces import items_in
 
@@ -53,7 +53,7 @@ class Bench:
 
     model: nn.Module
     micro_batches: Sequence[Any]
-    loss_fn: Loss
+    loss_fn: Losses
     memory: PeakMemory
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class Bench:
 
 
 def noise_between(
-    model: nn.Module, micro_batches: Sequence[Any], loss_fn: Loss
+    model: nn.Module, micro_batches: Sequence[Any], loss_fn: Losses
 ) -> NoiseEstimate | None:
     """Estimate the gradient noise scale at the model's weights from distinct micro-batches.
 

@@ -13,7 +13,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["NoiseEstimate", "NoiseScale"]
+__all__ = ["ONE_DEVICE", "NoiseEstimate", "NoiseScale"]
+
+ONE_DEVICE = (
+    "On one device a larger batch often does not pay: small ones, with Adam's beta2 held in "
+    "tokens, need no accumulation (Marek et al. 2025)."
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class NoiseEstimate:
                 f"Gradient noise scale: not known after {self.windows} windows (above "
                 f"{self.low:.3g} {unit}); it needs more windows, or larger ones."
             )
-        known = f"{self.value:.3g} {unit} (95 % between {self.low:.3g} and {self.high:.3g})"
+        upper = f"and {self.high:.3g}" if math.isfinite(self.high) else "and no upper end"
+        known = f"{self.value:.3g} {unit} (95 % between {self.low:.3g} {upper})"
         meaning = {
             "below": "below it: a larger batch still saves updates",
             "near": "near it: a larger batch saves few updates more",

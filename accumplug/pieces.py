@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["cut", "items_in", "take"]
+__all__ = ["cut", "items_in", "mapped", "take"]
 
 Rows = slice | Tensor
 
@@ -33,7 +33,21 @@ def take(batch: Any, rows: Rows) -> Any:
     Tensors (and arrays) whose first dimension counts the items are indexed, so are lists and
     tuples of that many things that hold no tensor, e.g. strings. Everything else stays whole.
     """
-    return _take(batch, rows, items_in(batch))
+    items = items_in(batch)
+
+    def rows_of(value: Any) -> Any:
+        if _is_array(value):
+            if value.shape[0] != items:
+                return value
+            return value[rows if isinstance(value, Tensor) else _plain(rows)]
+        if isinstance(value, list | tuple) and len(value) == items:
+            if any(map(_is_array, _leaves(value))):
+                return NotImplemented
+            kept = value[rows] if isinstance(rows, slice) else [value[i] for i in rows.tolist()]
+            return type(value)(kept)
+        return NotImplemented
+
+    return mapped(batch, rows_of)
 
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -49,26 +63,22 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [take(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _take(value: Any, rows: Rows, items: int) -> Any:
-    if _is_array(value):
-        if value.shape[0] != items:
-            return value
-        return value[rows] if isinstance(value, Tensor) else value[_plain(rows)]
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Rebuild a nested batch: `change` gives a part's replacement, or NotImplemented to go inside.
+
+    Tuples, lists, mappings and dataclasses are gone into; other parts stay as they are.
+    """
+    if (changed := change(value)) is not NotImplemented:
+        return changed
     if isinstance(value, Mapping):
-        return _rebuild(value, {key: _take(inner, rows, items) for key, inner in value.items()})
+        return _rebuild(value, {key: mapped(inner, change) for key, inner in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_take(inner, rows, items) for inner in value))
+        return type(value)(*(mapped(inner, change) for inner in value))
     if isinstance(value, list | tuple):
-        if len(value) == items and not any(map(_is_array, _leaves(value))):
-            kept = value[rows] if isinstance(rows, slice) else [value[i] for i in rows.tolist()]
-            return type(value)(kept)
-        return type(value)(_take(inner, rows, items) for inner in value)
+        return type(value)(mapped(inner, change) for inner in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            field.name: _take(getattr(value, field.name), rows, items)
-            for field in dataclasses.fields(value)
-            if field.init
-        }
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        changes = {name: mapped(getattr(value, name), change) for name in fields}
         return dataclasses.replace(value, **changes)
     return value
 

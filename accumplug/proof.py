@@ -11,7 +11,7 @@ from torch import nn
 
 from accumplug import diagnose
 from accumplug.comparison import Case, Difference, Loop, compare, dense
-from accumplug.counting import Loss
+from accumplug.counting import Losses
 from accumplug.counting import StepResult as StepResult
 from accumplug.counting import SyncCounter as SyncCounter
 from accumplug.counting import sync_counter as sync_counter
@@ -53,13 +53,17 @@ class EquivalenceResult:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        verdict = "PASS: " if self.passed else "FAIL: not "
+        verdict, is_it = ("PASS", "is") if self.passed else ("FAIL", "is not")
+        head = f"{'largest difference':>20}{'relative':>12}"
         lines = [
-            f"{verdict}the gradient of one large batch of {self.items} items, accumulated",
-            f"largest difference {self.max_abs_diff:.1e} (bound {self.bound:.0e}; largest number "
-            f"in the gradient {self.largest:.1e}), relative {self.relative:.1e}",
+            f"{verdict}: accumulated over micro-batches, the gradient {is_it} that of one large "
+            f"batch of {self.items} items",
+            f"largest difference {self.max_abs_diff:.1e} (bound {self.bound:.0e}; the gradient's "
+            f"largest number is {self.largest:.1e})",
+            f"relative difference {self.relative:.1e} ({_name(self.dtype)} rounds to "
+            f"{torch.finfo(self.dtype).eps:.1e})",
             "",
-            f"  {'micro-batches':<34}{'largest difference':>20}{'relative':>12}",
+            f"  {'micro-batches':<34}{head}",
         ]
         for split, gap in self.splits.items():
             lines.append(f"  {_sizes(split):<34}{gap.max_abs:>20.1e}{gap.relative:>12.1e}")
@@ -80,7 +84,7 @@ class EquivalenceResult:
 def equivalence_check(
     model: nn.Module,
     batch: Any,
-    loss_fn: Loss | Mapping[str, Loss],
+    loss_fn: Losses,
     *,
     splits: Sequence[Sequence[int]] | None = None,
     items: Callable[[Any], float] = items_in,
@@ -185,3 +189,7 @@ def _sizes(split: Split) -> str:
         return f"{len(split)} x {split[0]}"
     text = " + ".join(map(str, split))
     return text if len(text) <= 32 else f"{text[:29]}..."
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -73,8 +73,8 @@ def _series(lines: Sequence[Line], field: str) -> tuple[list[float], list[float]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
-def _pyplot() -> Any:
-    """Import matplotlib's figure class, or say how to get it."""
+def need_matplotlib() -> Any:
+    """Import matplotlib's figure class, or raise an ImportError that says how to get it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -138,7 +138,9 @@ def draw_run(lines: Sequence[Line], *, title: str) -> Figure:
     """Draw one panel for each thing that was logged, over the updates of the run."""
     panels = [panel for panel in _PANELS if _series(lines, panel[0])[0]]
     skipped = [float(line["update"]) for line in lines if line.get("stepped") is False]
-    figure: Figure = _pyplot()(figsize=(8.3, 1.2 + 2.1 * max(1, len(panels))), layout="constrained")
+    figure: Figure = need_matplotlib()(
+        figsize=(8.3, 1.2 + 2.1 * max(1, len(panels))), layout="constrained"
+    )
     updates = sum(line.get("stepped", True) is not False for line in lines)
     figure.suptitle(f"{title}\n{updates} updates, {len(skipped)} skipped windows", fontsize=10)
     rows = figure.subplots(max(1, len(panels)), 1, sharex=True, squeeze=False)[:, 0]
@@ -162,17 +164,17 @@ def draw_curve(curve: Line, png: str | Path) -> Path:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure: Figure = _pyplot()(figsize=(8.3, 5.4), layout="constrained")
+    figure: Figure = need_matplotlib()(figsize=(8.3, 5.4), layout="constrained")
     axes = figure.subplots()
     batches = [row["effective_batch"] for row in curve["rows"]]
     speeds = [row["samples_per_sec"] for row in curve["rows"]]
-    limit = curve["limit_samples_per_sec"]
+    limits = [row["limit_samples_per_sec"] for row in curve["rows"]]
     axes.plot(batches, speeds, color=_INK, marker="o", linewidth=1.6)
-    axes.axhline(limit, color=_INK, linestyle="--", linewidth=1.2)
+    axes.plot(batches, limits, color=_INK, linestyle="--", linewidth=1.2)
     axes.annotate(
-        f"limit: forward and backward alone, {limit:,.0f} samples/s",
-        (batches[0], limit),
-        xytext=(0, 5),
+        f"limit: forward and backward alone, {curve['limit_samples_per_sec']:,.0f} samples/s",
+        (batches[0], limits[0]),
+        xytext=(0, 6),
         textcoords="offset points",
     )
     for row, x, y in zip(curve["rows"], batches, speeds, strict=True):
@@ -184,7 +186,7 @@ def draw_curve(curve: Line, png: str | Path) -> Path:
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.minorticks_off()
     axes.margins(x=0.08)
-    axes.set_ylim(0, max([limit, *speeds]) * 1.15)
+    axes.set_ylim(0, max([*limits, *speeds]) * 1.15)
     axes.set_xlabel("effective batch (samples per update, log scale)")
     axes.set_ylabel("throughput (samples per second)")
     axes.set_title("Samples per second against the effective batch", fontsize=11)

@@ -1,0 +1,8 @@
+"""`python -m accumplug` is `accumplug`."""
+
+import sys
+
+from accumplug.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
