@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accumplug import refuse
+from accumplug import refuse, sharded
 from accumplug.batches import Feed, Plan, iterate
 from accumplug.close import NonFiniteError, take_update, unscaled
 from accumplug.micro import MicroBatch
@@ -109,6 +109,7 @@ class Accumulator:
         self._guard_steps()
         self._others = Foreign()
         self._stepping = False
+        self._warned = False
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
         self._feed: Feed | None = None
@@ -329,6 +330,11 @@ class Accumulator:
                 self._see(model)
         if self._wide is not None:
             self._sum.widen(self._wide)
+        if self._absent() and self._sum.roots(self._sum.models):
+            raise RuntimeError(
+                "the data of some ranks have ended and others go on; under fully_shard every rank "
+                "runs each forward. Even out the data (e.g. drop_last=True)"
+            )
         if self._absent() and not self.takes_step and self._loop is None:
             raise RuntimeError(
                 "the data of some ranks have ended and others go on; without optimizer= or "
@@ -339,9 +345,34 @@ class Accumulator:
         refuse.refuse_model(model, self._ranks)
         refuse.warn_lonely_process()
         self._sum.add(model)
+        self._check_sharded(model)
         if self._window is None:  # what other losses have left in it is not of this window
             for parameter in model.parameters():
                 parameter.grad = None
+
+    def _check_sharded(self, model: nn.Module) -> None:
+        """Options that a `fully_shard` model can't be made right with."""
+        for root in sharded.roots(model):
+            if self._options.nonfinite == "skip_micro_batch":
+                raise ValueError(
+                    'nonfinite="skip_micro_batch" can\'t take a micro-batch back that fully_shard '
+                    'has reduced; use "skip_window"'
+                )
+            if self._wide is not None and not sharded.adds_in(root, self._wide):
+                raise ValueError(
+                    "accumulate_dtype under fully_shard is its own reduce_dtype; give fully_shard "
+                    "mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
+                )
+
+    def _warn_deferral(self, root: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"deferring the reduction keeps the gradients of the whole model on each rank, "
+                f'{sharded.deferred_bytes(root) / 2**20:,.1f} MiB beside the shards; sync="every" '
+                f"keeps shards only and reduces in each micro-batch",
+                stacklevel=4,
+            )
 
     def _see_windows(self) -> None:
         """The first window of several micro-batches over a model: what that would make wrong."""

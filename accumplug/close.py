@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from accumplug.sharded import local, whole
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,34 @@ def _clip(
         stepped = {id(p) for o in good for group in o.param_groups for p in group["params"]}
         graded = [p for p in graded if id(p) in stepped]
         norm = total_norm(graded)
-    torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
+    plain = [p for p in graded if not isinstance(p.grad, DTensor)]
+    torch.nn.utils.clip_grads_with_norm_(plain, max_grad_norm, norm)
+    if len(plain) < len(graded):
+        factor = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)  # as in clip_grads_with_norm_
+        torch._foreach_mul_([local(p.grad) for p in graded if isinstance(p.grad, DTensor)], factor)
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients of `parameters` together, 0-dim; sparse ones included."""
     grads = [p.grad for p in parameters if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
-    return torch.nn.utils.get_total_norm(dense)
+    plain = [g for g in dense if not isinstance(g, DTensor)]
+    if len(plain) == len(dense):
+        return torch.nn.utils.get_total_norm(plain)
+    norms = [whole(torch.nn.utils.get_total_norm(gs)) for gs in _meshes(dense)]
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([*norms, torch.nn.utils.get_total_norm(plain)])
+    )
+    return norm
+
+
+def _meshes(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The sharded gradients among `grads`, by the mesh that they are sharded over."""
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            groups.setdefault(grad.device_mesh, []).append(grad)
+    return list(groups.values())
 
 
 def has_gradients(optimizer: Optimizer) -> bool:
@@ -133,7 +156,9 @@ def _found_inf(scaler: Any, optimizer: Optimizer, like: Tensor) -> Tensor:
     """The scaler's flag for `optimizer` after unscale_, 0-dim; 0 where there is none."""
     found: list[Tensor] = []
     if (states := _states(scaler)) is not None and id(optimizer) in states:
-        found = [f.to(like.device) for f in states[id(optimizer)]["found_inf_per_device"].values()]
+        found = [
+            whole(f).to(like.device) for f in states[id(optimizer)]["found_inf_per_device"].values()
+        ]
     return torch.stack(found).sum() if found else torch.zeros((), device=like.device)
 
 

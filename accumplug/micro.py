@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from accumplug import sharded
 from accumplug.sync import check_reduced, join_forward, reduce_now, reduce_sums
 from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
@@ -53,6 +54,8 @@ class MicroBatch:
         self.models = models
         self.weight = weight
         self.replicas: list[Any] = []
+        self.roots: list[Any] = []
+        """The fully_shard modules: every rank runs a forward and a backward of them."""
         self._awaited: set[int] = set()
         self._accum = accum
 
@@ -87,7 +90,7 @@ class MicroBatch:
         self._check(loss, extra, reduction)
         first, self._backwards = not self._backwards, self._backwards + 1
         absent = is_number(self.weight) and self.weight == 0
-        if absent and extra is None:
+        if absent and extra is None and not self.roots:
             self._stand_in()
             return
         self.began = True
@@ -98,7 +101,10 @@ class MicroBatch:
             if first:
                 window.add_weight(self.weight)
             accum._settle(self)
-        roots, grads = self._roots(None if absent else loss, extra, reduction)
+        roots, grads = self._terms(None if absent else loss, extra, reduction)
+        if absent and self.roots:
+            roots.append(loss)
+            grads.append(_nothing(loss))
         kept = accum._sum.take() if keeps else None
         self._back(roots, grads, retain_graph, create_graph)
         if kept is None or accum._keep(kept, loss):
@@ -123,6 +129,11 @@ class MicroBatch:
                 f"weigh= has counted {plan.weights[self.index]} items for this micro-batch "
                 f"already; let weigh return 0 for what is to be skipped"
             )
+        if self.roots and not self.virtual and accum._ranks.size > 1:
+            raise RuntimeError(
+                "skip under fully_shard would leave the other ranks waiting, as each of them runs "
+                "forward and backward together with this one; run both and give weight=0"
+            )
         self.skipped, self.weight = True, 0.0
         self._stand_in()
 
@@ -144,7 +155,8 @@ class MicroBatch:
             self.at_end = accum._at_end()
             self.ends = accum._ends(window, self.at_end)
             self.overlaps = self.reduces and accum._may_overlap(self.replicas)
-        if self.replicas or accum._foreign().replicas:
+        self.roots = accum._sum.roots(self.models)
+        if self.replicas or self.roots or accum._foreign().replicas:
             self._defer()
         accum._micro = self
         if accum._loop is not None and not self.virtual:
@@ -202,7 +214,7 @@ class MicroBatch:
         if self.skipped:
             raise RuntimeError("backward after skip: this micro-batch was left out")
         if self._backwards and (
-            (self.finished and self.replicas)
+            (self.finished and (self.replicas or self.roots))
             or self._accum._options.nonfinite == "skip_micro_batch"
         ):
             raise RuntimeError(
@@ -226,7 +238,7 @@ class MicroBatch:
             said = known
         self.weight = said
 
-    def _roots(
+    def _terms(
         self, loss: Tensor | None, extra: Tensor | None, reduction: str
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The terms to go back from, and the gradient that each starts with."""
@@ -271,6 +283,11 @@ class MicroBatch:
         for reference in self._accum._foreign().replicas:
             if (ddp := reference()) is not None and id(ddp) not in own:
                 self._deferred.enter_context(ddp.no_sync())
+        for root in self.roots:
+            sharded.defer(root, not self.reduces)
+            self._deferred.callback(sharded.defer, root, False)
+            if not self.reduces:
+                self._accum._warn_deferral(root)
         for ddp in self.replicas:
             if not self.overlaps:
                 self._deferred.enter_context(ddp.no_sync())
@@ -297,24 +314,29 @@ class MicroBatch:
             return
         self._accum._settle(self)
         self.finished = True
-        if self.reduces and self.replicas:
-            self._reduce()
-            self._accum.syncs += 1
+        if self.reduces and (self.replicas or self.roots):
+            self._accum.syncs += self._reduce()
         if self.ends:
             self._accum._hand_over()
         if self.void and self._accum._loop is not None:
             self._accum._loop.void()
 
-    def _reduce(self) -> None:
-        """Average the running sum over the ranks, where the backward has not done it."""
+    def _reduce(self) -> bool:
+        """Average the running sum over the ranks, where the backward has not; say if it was."""
         accum = self._accum
+        if self.virtual and self.roots:
+            if accum._options.sync == "every":
+                return False  # each micro-batch was reduced, and a shard is nobody else's
+            for root in self.roots:
+                sharded.reduce_now(root)
         if accum._wide is not None:
             reduce_sums(self.replicas, accum._ranks)
-            return
+            return True
         for ddp in self.replicas:
             if not self._reduced:
                 reduce_now(ddp, accum._ranks, agreed=not accum._may_overlap(self.replicas))
             check_reduced(ddp)
+        return True
 
     def _stats(self) -> list[list[int]]:
         # torch 2.13, reducer.cpp: nanoseconds at which each parameter became ready in the last
@@ -338,3 +360,13 @@ class MicroBatch:
             if what is not None:
                 accum._tear(what)
                 raise TornWindowError(accum._torn_message())
+
+
+def _nothing(loss: Tensor) -> Tensor:
+    """What a backward that adds nothing starts with, for ranks that need its collectives."""
+    if not torch.isfinite(loss.detach()).all():
+        raise ValueError(
+            f"a loss of {loss.item()} with weight 0 under fully_shard: its backward has to run "
+            f"with the other ranks', and 0 times NaN is NaN. Make it finite, e.g. a sum of nothing"
+        )
+    return torch.zeros_like(loss)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -37,8 +38,6 @@ def refuse_model(model: Any, ranks: Ranks) -> None:
                 f"{name or type(module).__name__} is FullyShardedDataParallel (FSDP1), whose "
                 f"running sums can't be reached; shard it with torch.distributed.fsdp.fully_shard"
             )
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"{name or type(module).__name__}: fully_shard is not supported yet")
     _refuse_unreduced(model, ranks)
 
 
@@ -73,6 +72,7 @@ def _refuse_unreduced(model: nn.Module, ranks: Ranks) -> None:
         n
         for n, p in model.named_parameters()
         if p.requires_grad
+        and not isinstance(p, DTensor)
         and id(p) not in covered
         and not any(n == i or n.endswith("." + i) for i in ignored)
     ]

@@ -9,9 +9,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accumplug import sharded
 from accumplug.sync import mark_used, replicas
 from accumplug.window import Weight, is_number
 
@@ -35,6 +38,16 @@ class _Model:
     parameters: list[nn.Parameter]
     watched: list[nn.Parameter]
     replicas: list[weakref.ref[DistributedDataParallel]]
+    roots: list[weakref.ref[FSDPModule]]
+
+
+def _widens(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
+    """Whether the sum of `parameter` is to be in `dtype` (or is in another than its own)."""
+    if not parameter.requires_grad or isinstance(parameter, DTensor):
+        return False
+    if dtype is None:
+        return parameter.grad_dtype != parameter.dtype
+    return parameter.dtype.itemsize < dtype.itemsize
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> dict[int, nn.Parameter]:
@@ -84,10 +97,11 @@ class RunningSum:
     def add(self, model: nn.Module) -> None:
         """Let the parameters of `model` belong to the sum."""
         ddps = [weakref.ref(r) for r in replicas(model)]
-        self._models[model] = _Model(list(model.parameters()), _watched(model), ddps)
+        roots = [weakref.ref(r) for r in sharded.roots(model)]
+        self._models[model] = _Model(list(model.parameters()), _watched(model), ddps, roots)
         self._all = None
         self._wide = False
-        self._distributed = self._distributed or bool(self._models[model].replicas)
+        self._distributed = self._distributed or bool(ddps or roots)
         RunningSum.changes += 1
 
     def refresh(self) -> None:
@@ -109,6 +123,13 @@ class RunningSum:
         found = [r() for model in models for r in self._models[model].replicas]
         return list({id(r): r for r in found if r is not None}.values())
 
+    def roots(self, models: Iterable[nn.Module]) -> list[FSDPModule]:
+        """The `fully_shard` roots of `models`, each once."""
+        if not self._distributed:
+            return []
+        found = [r() for model in models for r in self._models[model].roots]
+        return list({id(r): r for r in found if r is not None}.values())
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the sum, each once: the models' in their order, then the rest."""
@@ -123,28 +144,41 @@ class RunningSum:
         return [p for p in self.parameters if id(p) in self._stepped]
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
-        """The running sums of `model` by parameter name, without the prefixes of wrappers."""
-        return {bare_name(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+        """The running sums of `model` on this rank, by name without the prefixes of wrappers."""
+        names = {id(p): bare_name(n) for n, p in model.named_parameters()}
+        found = {
+            names[id(p)]: sharded.local(p.grad) for p in model.parameters() if p.grad is not None
+        }
+        for root in sharded.roots(model):
+            found |= sharded.named(root, names)
+        return found
 
     def restore(self, model: nn.Module, sums: dict[str, Tensor]) -> None:
         """Make `sums`, as `named` gave them, the running sums of `model`."""
         parameters = {bare_name(n): p for n, p in model.named_parameters()}
-        if unknown := sorted(set(sums) - set(parameters)):
+        if unknown := sorted(n for n in sums if n.split("#")[0] not in parameters):
             raise ValueError(
                 f"the saved running sum has {unknown[0]!r}, which the model does not have "
                 f"({len(unknown)} of {len(sums)} names are unknown)"
             )
         for ddp in replicas(model):
             mark_used(ddp, [parameters[n] for n in sums])
+        for root in sharded.roots(model):
+            names = {id(p): n for n, p in parameters.items()}
+            sharded.restore(root, names, sums)
         for name, parameter in parameters.items():
-            assign(parameter, sums[name].to(parameter.device) if name in sums else None)
+            grad = sums.get(name)
+            part = None if grad is None else grad.to(parameter.device)
+            assign(parameter, None if part is None else sharded.like(part, parameter))
         self.mark()
 
     def scale(self, factor: Weight) -> None:
         """Multiply what has been summed up by `factor`, a number or a 0-dim tensor."""
         if is_number(factor) and factor == 1.0:
             return
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [sharded.local(p.grad) for p in self.parameters if p.grad is not None]
+        for root in self.roots(self._models):
+            grads += sharded.sums(root)
         dense = [g for g in grads if not g.is_sparse]
         with torch.no_grad():
             if dense:
@@ -184,6 +218,8 @@ class RunningSum:
         """Forget the sum. By assignment: 0 times NaN is NaN."""
         for parameter in self.parameters:
             parameter.grad = None
+        for root in self.roots(self._models):
+            sharded.clear(root)
         self._witnesses = []
 
     def widen(self, dtype: torch.dtype) -> None:
@@ -191,7 +227,7 @@ class RunningSum:
         if self._wide:
             return
         for parameter in self.parameters:
-            if parameter.requires_grad and parameter.dtype.itemsize < dtype.itemsize:
+            if _widens(parameter, dtype):
                 grad = parameter.grad
                 assign(parameter, None, dtype)
                 assign(parameter, None if grad is None else grad.to(dtype), dtype)
@@ -203,7 +239,7 @@ class RunningSum:
             return
         for parameter in self.parameters:
             grad = parameter.grad
-            if parameter.requires_grad and parameter.grad_dtype != parameter.dtype:
+            if _widens(parameter, None):
                 assign(parameter, None if grad is None else grad.to(parameter.dtype))
         self._wide = False
 

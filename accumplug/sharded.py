@@ -1,0 +1,146 @@
+"""FSDP2: where the running sum of a `fully_shard` model is, and how it is reduced.
+
+While the reduction is deferred, each rank keeps the gradients of the whole model, not of its
+shard, in private fields. Everything that touches them is in this file (read from torch 2.13,
+torch/distributed/fsdp/_fully_shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def roots(model: nn.Module) -> list[FSDPModule]:
+    """The outermost `fully_shard` modules in `model`."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in roots(child)]
+
+
+def defer(root: FSDPModule, deferred: bool) -> None:
+    """Let the next backward of `root` keep its gradients local, or reduce-scatter all of them."""
+    root.set_requires_gradient_sync(not deferred)
+
+
+def sums(root: FSDPModule) -> list[Tensor]:
+    """The unsharded running sums of `root` while the reduction is deferred, each once."""
+    found = [t for p in _parameters(root) for t in (_grad(p), p.unsharded_accumulated_grad)]
+    return list({id(t): t for t in found if t is not None}.values())
+
+
+def clear(root: FSDPModule) -> None:
+    """Forget them."""
+    for parameter in _parameters(root):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def reduce_now(root: FSDPModule) -> None:
+    """Reduce-scatter what was deferred, outside of a backward. All ranks have to be here."""
+    defer(root, False)
+    groups = list(_groups(root))
+    for module in _modules(root):  # post_backward reads the unsharded parameters
+        module.unshard()
+    for group in reversed(groups):
+        group.post_backward()
+        group.finalize_backward()
+        group._training_state = type(group._training_state).IDLE
+
+
+def named(root: FSDPModule, names: dict[int, str]) -> dict[str, Tensor]:
+    """The unsharded sums by `names`, a map from the id of a sharded parameter to its name."""
+    found = {}
+    for parameter in _parameters(root):
+        name = names[id(parameter.sharded_param)]
+        if (grad := _grad(parameter)) is not None:
+            found[f"{name}#unsharded"] = grad
+        if parameter.unsharded_accumulated_grad is not None:
+            found[f"{name}#accumulated"] = parameter.unsharded_accumulated_grad
+    return found
+
+
+def restore(root: FSDPModule, names: dict[int, str], saved: dict[str, Tensor]) -> None:
+    """Make `saved`, as `named` gave it, the unsharded sums of `root` in a new process."""
+    for module in _modules(root):  # in a new process the unsharded parameters do not exist yet
+        module.unshard()
+        module.reshard()
+    for parameter in _parameters(root):
+        name = names[id(parameter.sharded_param)]
+        if (grad := saved.get(f"{name}#unsharded")) is not None:
+            parameter._unsharded_param.grad = grad.to(parameter._unsharded_param.device)
+        if (grad := saved.get(f"{name}#accumulated")) is not None:
+            parameter.unsharded_accumulated_grad = grad.to(parameter._unsharded_param.device)
+
+
+def deferred_bytes(root: FSDPModule) -> int:
+    """Bytes that deferring costs on each rank: the gradients of the whole model."""
+    return sum(numel * dtype.itemsize for numel, dtype in _sums_to_be(root))
+
+
+def adds_in(root: FSDPModule, dtype: torch.dtype) -> bool:
+    """Whether all gradients of `root` are added up and reduced in at least `dtype`."""
+    return all(own.itemsize >= dtype.itemsize for _, own in _sums_to_be(root))
+
+
+def _sums_to_be(root: FSDPModule) -> Iterator[tuple[int, torch.dtype]]:
+    """Number of elements and dtype of each deferred sum; known before the first forward."""
+    for group in _groups(root):
+        policy = group.mp_policy
+        for parameter in group.fsdp_params:
+            if (sharded := parameter.sharded_param).requires_grad:
+                dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
+                yield sharded.numel(), dtype
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor`, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """`tensor` as a plain one; all ranks have to be here."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """`tensor`, this rank's part, as a gradient of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _modules(root: FSDPModule) -> list[FSDPModule]:
+    return [m for m in root.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
+
+
+def _groups(root: FSDPModule) -> Iterator[Any]:
+    seen = set()
+    for module in _modules(root):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def _parameters(root: FSDPModule) -> Iterator[Any]:
+    for group in _groups(root):
+        yield from group.fsdp_params
+
+
+def _grad(parameter: Any) -> Tensor | None:
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return None if unsharded is None else unsharded.grad
