@@ -49,6 +49,8 @@ class Job:
         for name in (*self.parts, *self.link):
             if not PART.fullmatch(name) or name.casefold() == "manifest":
                 raise ValueError(f"{name!r} can't name a part: letters, digits, - and _ only")
+        if both := set(self.parts) & set(self.link):
+            raise ValueError(f"{', '.join(map(repr, sorted(both)))} is to be written and linked")
         if self.link and self.link_from is None:
             raise ValueError(f"link={self.link} needs link_from, the checkpoint that has them")
 

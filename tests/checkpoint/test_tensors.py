@@ -22,9 +22,9 @@ def entry_of(data):
 def some_tensors():
     """Every dtype, no dimension, no elements, odd sizes, and one that spans several blocks."""
     data = torch.randint(2, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    tensors = {name: data.view(dtype).reshape(3, -1) for name, dtype in DTYPES.items()}
-    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 3), "odd": data[:7]}
-    return tensors | {"large": torch.randn(BLOCK // 2)}
+    tensors = {name: data.clone().view(dtype).view(3, -1) for name, dtype in DTYPES.items()}
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 3), "odd": data[:7].clone()}
+    return tensors | {"large": torch.arange(BLOCK // 2).float()}
 
 
 def assert_equal(a, b):
