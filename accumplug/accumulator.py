@@ -16,9 +16,10 @@ from accumplug import refuse, sharded
 from accumplug.batches import Feed, Plan, iterate
 from accumplug.close import NonFiniteError, take_update, unscaled
 from accumplug.micro import MicroBatch
+from accumplug.noise import NoiseScale
 from accumplug.options import Options
 from accumplug.result import Closed, WindowResult
-from accumplug.running import Foreign, RunningSum
+from accumplug.running import Foreign, Norms, RunningSum
 from accumplug.sync import Ranks, find_replicas
 from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
 
@@ -109,6 +110,8 @@ class Accumulator:
         self._guard_steps()
         self._others = Foreign()
         self._stepping = False
+        self._noise: NoiseScale | None = None
+        self._norms: Norms | None = None
         self._warned = False
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
@@ -167,6 +170,24 @@ class Accumulator:
         if self._last is None and self._closed is not None:
             self._last = self._closed.read()
         return self._last
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """Set it to a `NoiseScale()` to have each window tell it two norms; None by default.
+
+        The small batch is the window's first micro-batch, the large one its sum. Needs windows of
+        two micro-batches or more, and sync="last". Each window then waits once more for the device.
+        """
+        return self._noise
+
+    @noise_scale.setter
+    def noise_scale(self, noise: NoiseScale | None) -> None:
+        if noise is not None and self._options.sync == "every":
+            raise ValueError(
+                'the noise scale compares one micro-batch with the window; under sync="every" the '
+                "sum is over the ranks from the first micro-batch on"
+            )
+        self._noise = noise
 
     def __call__(self, model: nn.Module, *models: nn.Module, weight: Weight = 1) -> MicroBatch:
         """The context of one micro-batch.
@@ -513,6 +534,36 @@ class Accumulator:
         else:
             self._loop.before_step(self._sum.narrow)
 
+    def _measure(self, micro: MicroBatch) -> None:
+        """For the noise scale: the first micro-batch's gradient, then the finished one."""
+        window = self._open_window()
+        if (
+            micro.index == 0
+            and not micro.ends
+            and not (is_number(micro.weight) and not micro.weight)
+        ):
+            divisor = window.divisor(micro.weight)  # the sum is the gradient over this, times scale
+            self._norms = Norms(self._sum.norm() * divisor, micro.weight)
+        elif micro.ends and self._norms is not None and not self.takes_step:
+            self._norms.large = self._sum.norm()
+
+    def _tell_noise(self, norm: Any, small: float, inverse: float, ranks: float) -> None:
+        """The window is closed: `small` and `inverse` are sums over `ranks` that had a norm."""
+        norms, self._norms = self._norms, None
+        large = norm if norms is None or norms.large is None else norms.large
+        if self._noise is None or large is None or not ranks:
+            return
+        weight, total = ranks / inverse, float(self._total)
+        self._noise.update(small / ranks, float(large) ** 2, weight, total)
+
+    def _noise_values(self) -> list[Any]:
+        if self._noise is None:
+            return []
+        if self._norms is None:
+            return [0.0, 0.0, 0.0]
+        scale = 1.0 if self._scale is None else self._scale
+        return [(self._norms.small / scale) ** 2, 1.0 / self._norms.weight, 1.0]
+
     def _root_gradient(self, loss: Tensor, divisor: Weight) -> Tensor:
         """What a backward from `loss` starts with: 1 / divisor, times the scaler's scale.
 
@@ -572,7 +623,9 @@ class Accumulator:
 
     def _close(self, micro: MicroBatch, window: Window) -> None:
         """The window becomes an update, or is skipped."""
-        sums = self._ranks.sum([self._loss_value(), self._overflows, *self._clip_values()])
+        noise = self._noise_values()
+        told = [self._loss_value(), self._overflows, *self._clip_values(), *noise]
+        sums = self._ranks.sum(told)
         scale: Any = 1.0 if self._scale is None else self._scale
         norm, stepped = None, False
         if not micro.void:
@@ -593,6 +646,8 @@ class Accumulator:
             ),
             None,
         )
+        if noise and stepped:
+            self._tell_noise(norm, *(float(v) for v in sums[-3:]))
         self.windows += 1
         self.updates += stepped
         self.skipped += not stepped
@@ -637,7 +692,7 @@ class Accumulator:
         if micro.flushes:
             self._loop.let_step()
         elif micro.virtual or (micro.skipped and not self._loop.stepped):
-            self._loop.take_step(*sums[2:])
+            self._loop.take_step(*sums[2:5])
         return self._loop.grad_norm, not (self._loop.was_skipped() or self._backed_off())
 
     def _backed_off(self) -> bool:

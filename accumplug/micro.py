@@ -113,6 +113,8 @@ class MicroBatch:
             if not absent:
                 accum._log(loss, self.weight, reduction)
         self._finish()
+        if accum._noise is not None and first:
+            accum._measure(self)
         accum._sum.mark()
 
     def skip(self) -> None:

@@ -72,6 +72,15 @@ class Foreign:
     replicas: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
 
 
+@dataclass
+class Norms:
+    """What the noise scale compares: the first micro-batch's gradient and the finished one."""
+
+    small: Tensor
+    weight: Weight
+    large: Tensor | None = None
+
+
 class RunningSum:
     """The parameters of the models and optimizers of one Accumulator, and what adds up in them.
 
@@ -207,6 +216,14 @@ class RunningSum:
         """Where the sum is; that of its first parameter."""
         first = next(iter(self.parameters), None)
         return torch.device("cpu") if first is None else first.device
+
+    def norm(self) -> Tensor:
+        """The 2-norm of what this rank has summed up, 0-dim."""
+        grads = [sharded.local(p.grad) for p in self.parameters if p.grad is not None]
+        for root in self.roots(self._models):
+            grads += sharded.sums(root)
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+        return torch.nn.utils.get_total_norm(values)
 
     def finite(self) -> Tensor:
         """Whether all of it is finite, 0-dim."""
