@@ -280,6 +280,7 @@ class Accumulator:
         if self._micro is not None:
             raise RuntimeError("discard inside of a block; leave it first")
         self._window, self._loss_sum, self._overflows, self._scale = None, None, 0.0, None
+        self._norms = None
         self._sum.clear()
         self._sum.narrow()
 

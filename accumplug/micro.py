@@ -302,7 +302,7 @@ class MicroBatch:
 
     def _stand_in(self) -> None:
         """Add nothing, but take part in what the other ranks do in this micro-batch."""
-        if self.reduces:
+        if self.reduces or self.virtual:
             for ddp in self.replicas:
                 if not self.overlaps or id(ddp) in self._awaited:
                     join_forward(ddp)
