@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from accumplug import refuse, sharded
-from accumplug.batches import Feed, Keeper, Plan, iterate
-from accumplug.close import NonFiniteError, take_update, unscaled
+from accumplug.batches import Feed, Keeper, iterate
+from accumplug.close import unscaled
 from accumplug.micro import MicroBatch
 from accumplug.noise import NoiseScale
 from accumplug.options import Options
-from accumplug.result import Closed, WindowResult
-from accumplug.running import Foreign, Norms, RunningSum
+from accumplug.probe import NoiseProbe
+from accumplug.result import Closed, LossSum, WindowResult, zero
+from accumplug.running import Foreign, RunningSum
 from accumplug.sync import Ranks, find_replicas
+from accumplug.update import Update
+from accumplug.weights import Plan, Weights
 from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
 
 T = TypeVar("T")
@@ -107,11 +110,11 @@ class Accumulator:
             scaler = accelerator.scaler if scaler is None else scaler
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         self._sum = RunningSum(options.optimizers)
-        self._guard_steps()
+        self._weights = Weights(self._ranks, self._sum, sync == "every")
+        self._update = Update(self, options, self._sum, self._scaler, self._loop)
+        self._probe: NoiseProbe | None = None
+        self._losses = LossSum()
         self._others = Foreign()
-        self._stepping = False
-        self._noise: NoiseScale | None = None
-        self._norms: Norms | None = None
         self._warned = False
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
@@ -120,13 +123,7 @@ class Accumulator:
         self._callbacks: list[Callable[[], Any]] = []
         self._before_block: list[Callable[[], Any]] = []
         self._after_block: list[Callable[[], Any]] = []
-        self._total: Weight = 0.0
-        self._mean_weight: Weight | None = None
-        self._loss_sum: Tensor | None = None
-        self._root: tuple[Any, Tensor] | None = None
-        self._scale: Tensor | None = None
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._overflows = 0.0
         self._opened = 0.0
         self._closed: Closed | None = None
         self._last: WindowResult | None = None
@@ -179,7 +176,7 @@ class Accumulator:
         The small batch is the window's first micro-batch, the large one its sum. Needs windows of
         two micro-batches or more, and sync="last". Each window then waits once more for the device.
         """
-        return self._noise
+        return None if self._probe is None else self._probe.noise
 
     @noise_scale.setter
     def noise_scale(self, noise: NoiseScale | None) -> None:
@@ -188,7 +185,7 @@ class Accumulator:
                 'the noise scale compares one micro-batch with the window; under sync="every" the '
                 "sum is over the ranks from the first micro-batch on"
             )
-        self._noise = noise
+        self._probe = None if noise is None else NoiseProbe(noise, self._sum)
 
     def __call__(self, model: nn.Module, *models: nn.Module, weight: Weight = 1) -> MicroBatch:
         """The context of one micro-batch.
@@ -280,8 +277,7 @@ class Accumulator:
         """Throw the open window away, torn or not: its micro-batches, its gradients."""
         if self._micro is not None:
             raise RuntimeError("discard inside of a block; leave it first")
-        self._window, self._loss_sum, self._overflows, self._scale = None, None, 0.0, None
-        self._norms = None
+        self._forget_window()
         self._sum.clear()
         self._sum.narrow()
 
@@ -313,14 +309,15 @@ class Accumulator:
                 "unscaled again by who goes on from it. Save after scaler.update()"
             )
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        state["mean_weight"], state["last"] = self._mean_weight, None
+        state["mean_weight"], state["last"] = self._weights.mean, None
         if self.last is not None:
             state["last"] = asdict(self.last)
         state["window"] = None
         if self._window is not None:
             state["window"] = self._window.state_dict()
-            state["loss_sum"] = None if self._loss_sum is None else self._loss_sum.clone()
-            state["overflows"] = self._overflows
+            losses = self._losses.value
+            state["loss_sum"] = None if losses is None else losses.clone()
+            state["overflows"] = self._update.overflows
             state["elapsed"] = time.perf_counter() - self._opened
         return state
 
@@ -329,12 +326,12 @@ class Accumulator:
         self.discard()
         for name in COUNTERS:
             setattr(self, name, state[name])
-        self._mean_weight = state["mean_weight"]
+        self._weights.mean = state["mean_weight"]
         self._closed = None
         self._last = None if state["last"] is None else WindowResult(**state["last"])
         if state["window"] is not None:
             self._window = Window(**state["window"])
-            self._loss_sum, self._overflows = state["loss_sum"], state["overflows"]
+            self._losses.value, self._update.overflows = state["loss_sum"], state["overflows"]
             self._opened = time.perf_counter() - state["elapsed"]
 
     # -- what a block asks -------------------------------------------------------------------
@@ -461,153 +458,40 @@ class Accumulator:
 
     def _refer(self, weight: Weight) -> None:
         """See to the window's reference weight before a micro-batch of `weight` is added."""
-        window = self._open_window()
-        if (plan := self._plan()) is not None:
-            window.reference = _planned_reference(plan, self._ranks.size * window.steps)
-        elif self._options.sync == "every" and self._ranks.size > 1:
-            if window.reference is None:
-                # Partial sums are averaged over the ranks, so all of them need the same one.
-                if self._mean_weight is None:
-                    total, count = self._ranks.sum([weight, 1.0])
-                    self._mean_weight = _ratio(total, count)
-                window.reference = self._mean_weight
-        elif is_number(weight):
-            self._sum.scale(window.refer(weight))
-        else:
-            self._refer_unread(window, weight)
-
-    def _refer_unread(self, window: Window, weight: Tensor) -> None:
-        """The same for a weight that the host does not know.
-
-        The last window's mean weight tells the magnitude; in the first window the reference
-        grows with each weight, which costs a pass over the running sum.
-        """
-        mean = 1.0 if self._mean_weight is None else self._mean_weight
-        if window.reference is None:
-            grown = weight * _power(mean / weight) if self._mean_weight is not None else weight
-            window.reference = torch.where(weight > 0, grown, mean)
-        elif self._mean_weight is None:
-            power = _power(weight / window.reference / 2)
-            window.reference = window.reference * power
-            self._sum.scale(1.0 / power)
+        self._weights.refer(self._open_window(), weight, self._plan())
 
     def _settle(self, micro: MicroBatch) -> None:
-        """In the micro-batch that ends the window: its total weight, and the sum made to fit it."""
+        """In the micro-batch that ends the window: the ranks meet, and the sum is made to fit."""
         if micro.settled or not (micro.ends or micro.virtual):
             return
         micro.settled = True
         window, feed = self._open_window(), self._feed
-        if (plan := self._plan()) is not None:
-            self._total = plan.total
+        if (plan := self._plan()) is not None:  # they met when the window opened
             micro.ends, micro.void = True, is_number(plan.total) and plan.total == 0
+            self._weights.total = plan.total
             return
         more = 0.0 if feed is None else float(not feed.last)
         closing = float(not micro.virtual or micro.flushes)
         count: Weight = window.index + (not micro.virtual)
-        self._total, count, alive, closing = self._ranks.sum([window.total, count, more, closing])
+        total, count, alive, closing = self._ranks.sum([window.total, count, more, closing])
         if feed is not None and not feed.in_step:
             feed.alive = float(alive)
         if micro.virtual:
             flushes = float(closing) > 0 or self._options.tail == "flush"
             micro.ends = flushes and float(count) > 0
-            if micro.ends and not (micro.flushes or self.takes_step or self._loop):
-                raise RuntimeError(
-                    f"the loop left out the last item of the pass, so {self.pending} micro-batches "
-                    f"wait for a close that the loop would not step on; call micro.skip() in its "
-                    f"block, or give optimizer="
-                )
             if not micro.ends:
                 return
-        self._mean_weight = _ratio(self._total, count)
-        if is_number(self._total):
-            micro.void = self._total == 0
-            factor = 1.0 if micro.void else window.settle(self._total, self._ranks.size)
-        else:
-            factor = window.settle(self._total, self._ranks.size)
-            # 7 times 0.1 is not 0.7 in a plain sum: no factor where the weights are equal
-            exact = (factor - 1.0).abs() <= 2.3e-16 * window.steps
-            factor = torch.where(exact, 1.0, factor)
-            window.factor = factor = torch.where(self._total > 0, factor, 0.0)
-        self._sum.scale(factor)
+            self._refuse_unstepped(micro)
+        micro.void = self._weights.settle(window, total, count)
 
-    def _hand_over(self) -> None:
-        """The sum is finished: give it to a loop that steps in a form that its optimizer takes."""
-        if self.takes_step:
-            return
-        if self._loop is None:
-            self._sum.narrow()
-        else:
-            self._loop.before_step(self._sum.narrow)
-
-    def _measure(self, micro: MicroBatch) -> None:
-        """For the noise scale: the first micro-batch's gradient, then the finished one."""
-        window = self._open_window()
-        if (
-            micro.index == 0
-            and not micro.ends
-            and not (is_number(micro.weight) and not micro.weight)
-        ):
-            divisor = window.divisor(micro.weight)  # the sum is the gradient over this, times scale
-            self._norms = Norms(self._sum.norm() * divisor, micro.weight)
-        elif micro.ends and self._norms is not None and not self.takes_step:
-            self._norms.large = self._sum.norm()
-
-    def _tell_noise(self, norm: Any, small: float, inverse: float, ranks: float) -> None:
-        """The window is closed: `small` and `inverse` are sums over `ranks` that had a norm."""
-        norms, self._norms = self._norms, None
-        large = norm if norms is None or norms.large is None else norms.large
-        if self._noise is None or large is None or not ranks:
-            return
-        weight, total = ranks / inverse, float(self._total)
-        self._noise.update(small / ranks, float(large) ** 2, weight, total)
-
-    def _noise_values(self) -> list[Any]:
-        if self._noise is None:
-            return []
-        if self._norms is None:
-            return [0.0, 0.0, 0.0]
-        scale = 1.0 if self._scale is None else self._scale
-        return [(self._norms.small / scale) ** 2, 1.0 / self._norms.weight, 1.0]
-
-    def _root_gradient(self, loss: Tensor, divisor: Weight) -> Tensor:
-        """What a backward from `loss` starts with: 1 / divisor, times the scaler's scale.
-
-        The same bits as dividing the loss by a number and scaling the quotient.
-        """
-        wide = loss.dtype if loss.dtype in (torch.float32, torch.float64) else torch.float32
-        if self._scaler is None and is_number(divisor):
-            kind = (divisor, loss.dtype, loss.device, loss.shape)
-            if self._root is None or self._root[0] != kind:
-                self._root = (kind, loss.detach().new_full(loss.shape, 1.0 / divisor))
-            return self._root[1]
-        if self._scaler is not None and self._scale is None:
-            self._scale = self._scaler.scale(torch.ones((), device=loss.device))
-        scaled = torch.ones((), device=loss.device) if self._scale is None else self._scale
-        gradient: Tensor = scaled.to(wide) / divisor
-        return gradient.to(loss.dtype).reshape(loss.shape)
-
-    def _keep(self, kept: list[Tensor | None], loss: Tensor) -> bool:
-        """Add the micro-batch that has just run to the `kept` sum if it is finite; say whether."""
-        sum_finite, loss_finite = torch.stack(
-            [self._sum.finite(), torch.isfinite(loss.detach()).all().to(self._sum.device)]
-        ).tolist()
-        keep = bool(sum_finite and loss_finite)
-        self._sum.put(kept, added=keep)
-        if not keep and loss_finite and self._scaler is not None:
-            self._overflows += 1.0
-        return keep
-
-    def _log(self, loss: Tensor, weight: Weight, reduction: str) -> None:
-        value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
-        if self._loss_sum is None:
-            wide = torch.float32 if value.device.type == "mps" else torch.float64
-            self._loss_sum = torch.zeros((), dtype=wide, device=value.device)
-        if reduction == "sum":
-            self._loss_sum += value
-        elif is_number(weight):
-            self._loss_sum.add_(value, alpha=weight)
-        else:
-            self._loss_sum += value * weight
+    def _refuse_unstepped(self, micro: MicroBatch) -> None:
+        """A window that ends outside of a block, where a plain loop would not step."""
+        if not (micro.flushes or self.takes_step or self._loop):
+            raise RuntimeError(
+                f"the loop left out the last item of the pass, so {self.pending} micro-batches "
+                f"wait for a close that the loop would not step on; call micro.skip() in its "
+                f"block, or give optimizer="
+            )
 
     # -- the end of a block ------------------------------------------------------------------
 
@@ -628,121 +512,63 @@ class Accumulator:
 
     def _close(self, micro: MicroBatch, window: Window) -> None:
         """The window becomes an update, or is skipped."""
-        noise = self._noise_values()
-        told = [self._loss_value(), self._overflows, *self._clip_values(), *noise]
-        sums = self._ranks.sum(told)
-        scale: Any = 1.0 if self._scale is None else self._scale
+        clips = self._loop.clip_values() if self._loop is not None else []
+        noise = self._probe.values(self._update.scale) if self._probe is not None else []
+        loss = zero(self._sum.device) if self._losses.value is None else self._losses.value
+        sums = self._ranks.sum([loss, self._update.overflows, *clips, *noise])
+        scale, total = self._update.scale, self._weights.total
         norm, stepped = None, False
-        if not micro.void:
-            norm, stepped = self._update(micro, window, sums)
-        if self._options.nonfinite == "skip_micro_batch" and float(sums[1]) > 0:
-            # Micro-batches overflowed though their loss was finite: the scale is too large.
-            self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
-        self._closed, self._last = (
+        if not micro.void and self.takes_step:
+            norm, stepped = self._update.take(window, total, self._shares_scaler())
+        elif not micro.void:
+            norm, stepped = self._update.see(micro, sums[2 : 2 + len(clips)])
+        if self._options.nonfinite == "skip_micro_batch":
+            self._update.back_off(float(sums[1]))
+        if self._probe is not None and stepped:
+            self._probe.tell(norm, total, sums[-3:])
+        self._last, self._closed = (
+            None,
             Closed(
                 index=self.windows,
                 micro_batches=window.index,
-                weight=self._total,
-                sums=sums,
+                weight=total,
+                loss_sum=sums[0],
                 grad_norm=norm,
                 stepped=stepped,
-                scale=scale,
+                scale=1.0 if scale is None else scale,
                 seconds=time.perf_counter() - self._opened,
             ),
-            None,
         )
-        if noise and stepped:
-            self._tell_noise(norm, *(float(v) for v in sums[-3:]))
         self.windows += 1
         self.updates += stepped
         self.skipped += not stepped
-        self._window, self._loss_sum, self._overflows, self._scale = None, None, 0.0, None
+        self._forget_window()
         try:
-            if stepped:
-                for function in self._callbacks:
-                    function()
+            for function in self._callbacks if stepped else ():
+                function()
         finally:
             self._sum.forget_mark()
             if self.takes_step or micro.void:
                 self._sum.clear()
             self._sum.narrow()
 
-    def _update(
-        self, micro: MicroBatch, window: Window, sums: Any
-    ) -> tuple[Tensor | float | None, bool]:
-        """Take the step, or see whether the loop has; return the gradient's norm and whether."""
-        if self.takes_step:
-            options = self._options
-            self._follow_scale()
-            self._stepping = True
-            try:
-                outcome = take_update(
-                    self._sum.stepped_parameters,
-                    options.optimizers,
-                    options.schedulers,
-                    self._scaler,
-                    options.max_grad_norm,
-                    options.nonfinite,
-                    None if is_number(self._total) else self._total,
-                    self._sum.narrow,
-                )
-            except NonFiniteError as error:
-                window.torn = str(error)
-                raise
-            finally:
-                self._stepping = False
-            return outcome.grad_norm, outcome.stepped
-        if self._loop is None:
-            return None, not self._backed_off()
-        if micro.flushes:
-            self._loop.let_step()
-        elif micro.virtual or (micro.skipped and not self._loop.stepped):
-            self._loop.take_step(*sums[2:5])
-        return self._loop.grad_norm, not (self._loop.was_skipped() or self._backed_off())
+    def _forget_window(self) -> None:
+        self._window, self._losses = None, LossSum()
+        self._update.forget()
+        if self._probe is not None:
+            self._probe.forget()
 
-    def _backed_off(self) -> bool:
-        """Whether the scaler of a loop that steps has skipped the step in the closing block."""
-        if self._scaler is None or self._scale is None:
+    def _shares_scaler(self) -> bool:
+        """Whether another Accumulator may have updated the scaler while this window was open."""
+        if self._scaler is None or len(Accumulator._live) == 1:
             return False
-        return bool(self._scaler.scale(torch.ones_like(self._scale)) < self._scale)
-
-    def _follow_scale(self) -> None:
-        """Bring the sum to the scaler's scale, if another Accumulator has updated that."""
-        shared = any(a._scaler is self._scaler for a in Accumulator._live if a is not self)
-        if self._scale is not None and shared:
-            self._sum.scale(self._scaler.scale(torch.ones_like(self._scale)) / self._scale)
-
-    def _guard_steps(self) -> None:
-        """Refuse a step of the loop's own on a sum that is not finished."""
-        this = weakref.ref(self)
-
-        def refuse_step(*_: Any) -> None:
-            accum = this()
-            if accum is None or accum._stepping or (accum._micro is None and not accum.pending):
-                return
-            raise RuntimeError(
-                "accum takes the step (optimizer= was given); leave optimizer.step() out of the "
-                "loop"
-            )
-
-        for optimizer in self._options.optimizers:
-            weakref.finalize(self, optimizer.register_step_pre_hook(refuse_step).remove)
+        return any(a._scaler is self._scaler for a in Accumulator._live if a is not self)
 
     def _versions(self, micro: MicroBatch) -> list[int] | None:
         """In the first micro-batch: what shows that a backward has changed the parameters."""
         if self.micro_batches or micro.ends:
             return None
         return [p._version for p in self._sum.parameters]
-
-    def _loss_value(self) -> Tensor:
-        if self._loss_sum is not None:
-            return self._loss_sum
-        device = self._sum.device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        return torch.zeros((), dtype=wide, device=device)
-
-    def _clip_values(self) -> list[float]:
-        return self._loop.clip_values() if self._loop is not None else []
 
     def _join(self) -> None:
         """Take part in a window of the other ranks, with what is pending here or with nothing."""
@@ -794,25 +620,3 @@ class Accumulator:
             f"the window is torn after {window.index} of {window.steps} micro-batches: "
             f"{window.torn}. accum.discard() throws it away and the next block starts a new one"
         )
-
-
-def _ratio(total: Weight, count: Weight) -> Weight:
-    """Mean weight; 1 if there is none."""
-    if is_number(total):
-        return total / count if total > 0 else 1.0
-    return torch.where(total > 0, total / count, 1.0)
-
-
-def _power(ratio: Tensor) -> Tensor:
-    """The power of two, at least 1, that `ratio` rounds up to."""
-    return torch.exp2(torch.log2(ratio).ceil().clamp(min=0.0))
-
-
-def _planned_reference(plan: Plan, micro_batches: int) -> Weight:
-    """What stands for one in a window whose total is known: its mean weight."""
-    weights = plan.weights
-    if is_number(plan.total) and weights and all(is_number(w) for w in weights):
-        equal = weights.count(weights[0]) == len(weights)
-        mean = plan.total / micro_batches
-        return weights[0] if equal and abs(mean - weights[0]) <= 4e-16 * mean else mean
-    return plan.total / micro_batches

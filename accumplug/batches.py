@@ -5,26 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from accumplug.weights import Plan
 from accumplug.window import Weight, check_weight
 
 if TYPE_CHECKING:
     from accumplug.accumulator import Accumulator
 
 T = TypeVar("T")
-
-
-@dataclass
-class Plan:
-    """A window that was looked at before it ran (`weigh=`)."""
-
-    weights: list[Weight]
-    """Of this rank's micro-batches."""
-    total: Weight
-    """Sum over all ranks."""
-    micro_batches: float
-    """Of all ranks together."""
 
 
 @dataclass
@@ -38,6 +27,26 @@ class Feed:
     in_step: bool = False
     """All ranks go from micro-batch to micro-batch together (sync="every")."""
     plan: Plan | None = None
+    resumed: bool = False
+    """Another process began this pass; what the ranks told each other then is known."""
+
+
+class Keeper(Protocol):
+    """What a `Checkpointer` does in a pass."""
+
+    def open_pass(self, feed: Feed, loader: Any) -> Iterator[tuple[Any, bool]]:
+        """The items of a pass, each with whether it is the last; from where another process was
+        in it, if `feed.resumed` says so then."""
+
+    def must_stop(self, meets: bool) -> bool:
+        """Whether the pass is to end before the next block; `meets`: the ranks meet in it."""
+
+    def after_body(self) -> bool:
+        """The loop has come back for another item; whether the pass is to end."""
+
+
+class _Stopped(Exception):
+    """The pass ends here, on all ranks, because they were told to."""
 
 
 def iterate(
@@ -45,27 +54,58 @@ def iterate(
 ) -> Iterator[T]:
     """The generator behind `Accumulator.batches`."""
     feed = Feed(in_step=accum._options.sync == "every" and accum._ranks.size > 1)
-    accum._feed, accum.position = feed, 0
+    keeper = accum._keeper
+    if keeper is None:
+        accum._feed, accum.position = feed, 0
     try:
-        items = _with_last(loader)
+        items = with_last(loader) if keeper is None else keeper.open_pass(feed, loader)
         if weigh is not None:
-            yield from _planned(accum, feed, items, weigh)
+            stream = _planned(accum, feed, items, weigh)
         elif feed.in_step:
-            yield from _in_step(accum, feed, items)
+            stream = _in_step(accum, feed, items)
         else:
-            yield from _freely(accum, feed, items)
+            stream = _freely(accum, feed, items)
+        for item in stream:
+            accum.position += 1
+            yield item
+            if keeper is not None and keeper.after_body():
+                return
         accum._end_pass()
+    except _Stopped:
+        return
     finally:
         accum._feed = None
 
 
-def _with_last(loader: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item and whether it is the last. One item of look-ahead, never `len`."""
+def _pause(accum: Accumulator, feed: Feed | None = None) -> None:
+    """A place between two blocks where the pass may have to end.
+
+    The ranks meet right after it; with `feed`, only if the next block closes a window.
+    """
+    if accum._keeper is None:
+        return
+    if accum._keeper.must_stop(meets=feed is None or _closes_next(accum, feed)):
+        raise _Stopped
+
+
+def _closes_next(accum: Accumulator, feed: Feed) -> bool:
+    if accum._window is not None:
+        steps = accum._window.steps
+    else:
+        steps = accum.steps if feed.plan is None else len(feed.plan.weights)
+    return accum.pending + 1 >= steps or (feed.last and accum._options.tail == "flush")
+
+
+def with_last(loader: Iterable[T], iterator: Iterator[T] | None = None) -> Iterator[tuple[T, bool]]:
+    """Each item and whether it is the last. One item of look-ahead, never `len`.
+
+    `iterator`: one of `loader` that exists already.
+    """
+    iterator = iter(loader) if iterator is None else iterator
     if hasattr(loader, "end_of_dataloader"):  # Accelerate's loaders look ahead by themselves
-        for item in loader:
+        for item in iterator:
             yield item, bool(loader.end_of_dataloader)
         return
-    iterator = iter(loader)
     for item in iterator:
         for following in iterator:
             yield item, False
@@ -76,14 +116,16 @@ def _with_last(loader: Iterable[T]) -> Iterator[tuple[T, bool]]:
 def _freely(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) -> Iterator[T]:
     """Ranks meet when a window closes, and nowhere else."""
     first = next(items, None)
-    _meet(accum, feed, float(first is not None))
+    if not feed.resumed:
+        _meet(accum, feed, float(first is not None))
     while first is not None:
         item, feed.last = first
-        accum.position += 1
+        _pause(accum, feed)
         yield item
         first = None if feed.last else next(items, None)
     feed.last = True
     while feed.alive > 0 and accum._ranks.size > 1:
+        _pause(accum)
         accum._join()
 
 
@@ -91,6 +133,7 @@ def _in_step(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) ->
     """Every micro-batch is reduced, so ranks meet before each of them."""
     current = next(items, None)
     while True:
+        _pause(accum)
         more = float(current is not None and not current[1])
         sums = _floats(accum._ranks.sum([float(current is not None), more]))
         feed.alive, feed.last = sums[0], sums[1] == 0
@@ -99,7 +142,6 @@ def _in_step(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) ->
         if current is None:
             accum._join()
             continue
-        accum.position += 1
         yield current[0]
         current = next(items, None)
 
@@ -115,38 +157,59 @@ def _planned(
         raise ValueError('weigh= looks at a whole window, which tail="carry" spreads over passes')
     if accum._options.nonfinite == "skip_micro_batch":
         raise ValueError('weigh= promises a total, which nonfinite="skip_micro_batch" breaks')
-    if accum.pending:
+    if accum.pending and feed.plan is None:
         raise RuntimeError(
             f"weigh= needs to see a window from its start, and {accum.pending} micro-batches are "
             f"pending; flush() or discard() first"
         )
     while True:
-        steps = accum.steps
-        window = [item for item, _ in islice(items, steps)]
-        weights = [check_weight(weigh(item)) for item in window]
-        full = float(len(window) == steps)
-        sums = accum._ranks.sum([sum(weights, 0.0), float(len(window)), float(bool(window)), full])
-        _, count, feed.alive, full = _floats(sums)
-        if count == 0 or (full == 0 and accum._options.tail == "drop"):
-            return
-        feed.plan = Plan(weights, sums[0], count)
-        feed.last = not window
-        if not window:
-            accum._join()
-        for item in window:
-            accum.position += 1
-            yield item
-        if accum.pending:
-            raise RuntimeError(
-                f"weigh= counted {len(window)} micro-batches for this window, but only "
-                f"{accum.pending} blocks were run; let weigh return 0 for what the loop leaves out"
-            )
+        if feed.plan is None:
+            window = [item for item, _ in islice(items, accum.steps)]
+            if not _plan(accum, feed, window, weigh):
+                return
+        else:
+            window = [item for item, _ in islice(items, feed.plan.left)]
+        yield from _run_plan(accum, feed, window)
         feed.plan = None
+
+
+def _plan(accum: Accumulator, feed: Feed, window: list[T], weigh: Callable[[T], Weight]) -> bool:
+    """Ranks tell each other what they will run in the next window; whether there is one."""
+    weights = [check_weight(weigh(item)) for item in window]
+    full = float(len(window) == accum.steps)
+    _pause(accum)
+    sums = accum._ranks.sum([sum(weights, 0.0), float(len(window)), float(bool(window)), full])
+    _, count, feed.alive, full = _floats(sums)
+    if count == 0 or (full == 0 and accum._options.tail == "drop"):
+        return False
+    feed.plan = Plan(weights, sums[0], count, left=max(len(window), 1))
+    return True
+
+
+def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
+    """Hand out the items of a planned window, or take part in it without any."""
+    if (plan := feed.plan) is None:
+        return
+    feed.last = not window
+    if not window:
+        _pause(accum)
+        plan.left = 0
+        accum._join()
+    for item in window:
+        _pause(accum, feed)
+        plan.left -= 1
+        yield item
+    if accum.pending:
+        raise RuntimeError(
+            f"weigh= counted {len(plan.weights)} micro-batches for this window, but only "
+            f"{accum.pending} blocks were run; let weigh return 0 for what the loop leaves out"
+        )
 
 
 def _meet(accum: Accumulator, feed: Feed, has_data: float) -> None:
     """At the start of a pass: how many ranks have data at all."""
     feed.alive = has_data
+    _pause(accum)
     if accum._ranks.size > 1:
         feed.alive = _floats(accum._ranks.sum([has_data]))[0]
 

@@ -107,14 +107,17 @@ class MicroBatch:
             grads.append(_nothing(loss))
         kept = accum._sum.take() if keeps else None
         self._back(roots, grads, retain_graph, create_graph)
-        if kept is None or accum._keep(kept, loss):
+        if kept is None or accum._update.keep(kept, loss):
             if keeps:
                 window.add_weight(self.weight)
             if not absent:
-                accum._log(loss, self.weight, reduction)
+                accum._losses.add(loss, self.weight, reduction)
         self._finish()
-        if accum._noise is not None and first:
-            accum._measure(self)
+        if accum._probe is not None and first:
+            if self.index == 0 and not self.ends:
+                accum._probe.first(window, self.weight)
+            elif self.ends and not accum.takes_step:
+                accum._probe.finished()
         accum._sum.mark()
 
     def skip(self) -> None:
@@ -248,10 +251,10 @@ class MicroBatch:
         if loss is not None:
             window = accum._open_window()
             roots.append(loss)
-            grads.append(accum._root_gradient(loss, window.divisor(self.weight, reduction)))
+            grads.append(accum._update.root_gradient(loss, window.divisor(self.weight, reduction)))
         if extra is not None and (plan := accum._plan()) is not None:
             roots.append(extra)
-            grads.append(accum._root_gradient(extra, plan.micro_batches / accum._ranks.size))
+            grads.append(accum._update.root_gradient(extra, plan.micro_batches / accum._ranks.size))
         return roots, grads
 
     def _back(
@@ -318,8 +321,8 @@ class MicroBatch:
         self.finished = True
         if self.reduces and (self.replicas or self.roots):
             self._accum.syncs += self._reduce()
-        if self.ends:
-            self._accum._hand_over()
+        if self.ends and not self._accum.takes_step:
+            self._accum._update.hand_over()
         if self.void and self._accum._loop is not None:
             self._accum._loop.void()
 

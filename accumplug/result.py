@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from accumplug.window import Weight, is_number
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Closed:
     index: int
     micro_batches: int
     weight: Any
-    sums: Sequence[Any] | Tensor
+    loss_sum: Any
     grad_norm: Any
     stepped: bool
     scale: Any
@@ -46,7 +48,7 @@ class Closed:
 
     def read(self) -> WindowResult:
         """Wait for the values."""
-        weight, loss = float(self.weight), float(self.sums[0])
+        weight, loss = float(self.weight), float(self.loss_sum)
         return WindowResult(
             index=self.index,
             micro_batches=self.micro_batches,
@@ -57,3 +59,28 @@ class Closed:
             scale=float(self.scale),
             seconds=self.seconds,
         )
+
+
+class LossSum:
+    """The weighted sum of a window's losses on this rank, in fp64 where the device has it."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def add(self, loss: Tensor, weight: Weight, reduction: str) -> None:
+        """Add one micro-batch, without waiting for the device."""
+        value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
+        if self.value is None:
+            self.value = zero(value.device)
+        if reduction == "sum":
+            self.value += value
+        elif is_number(weight):
+            self.value.add_(value, alpha=weight)
+        else:
+            self.value += value * weight
+
+
+def zero(device: torch.device) -> Tensor:
+    """A 0-dim zero to sum up in."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros((), dtype=wide, device=device)

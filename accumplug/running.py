@@ -72,15 +72,6 @@ class Foreign:
     replicas: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
 
 
-@dataclass
-class Norms:
-    """What the noise scale compares: the first micro-batch's gradient and the finished one."""
-
-    small: Tensor
-    weight: Weight
-    large: Tensor | None = None
-
-
 class RunningSum:
     """The parameters of the models and optimizers of one Accumulator, and what adds up in them.
 
