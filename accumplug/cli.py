@@ -1,4 +1,4 @@
-"""The command line: plan, check, sweep, inspect, report. It parses, calls and prints."""
+"""The command line: what can be asked, and how an error is said."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from accumplug import commands
 from accumplug._version import __version__
+from accumplug.commands import BAD_INPUT, GOOD
 
 __all__ = ["main"]
-
-GOOD, FAILED, BAD_INPUT = 0, 1, 2
 
 DESCRIPTION = "Exact gradient accumulation: plan a run, prove it on your model, measure it."
 EXIT_CODES = "exit codes: 0 good, 1 the check failed, 2 bad input"
@@ -81,44 +81,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("effective_batch", type=int, help="items per update over all ranks")
-    command.add_argument("micro_batch", type=int, help="items per forward pass on one rank")
-    command.add_argument("--world-size", type=int, default=1, help="ranks (default: 1)")
+    command.add_argument(
+        "micro_batch", type=int, nargs="?", help="items per forward pass on one rank"
+    )
+    command.add_argument("--world-size", type=int, help="ranks (default: 1, or torchrun's)")
+    command.add_argument(
+        "--fit",
+        metavar="TARGET",
+        help="instead of micro_batch: the largest that fits in memory, found by trying with "
+        "your model, as for `accumplug check`; under torchrun all ranks agree",
+    )
+    command.add_argument("--device", help="for --fit (default: the accelerator, or cpu)")
     command.add_argument("--lr", type=float, help="scale this learning rate to the effective batch")
     command.add_argument(
-        "--tuned-batch",
-        type=int,
-        help="items per update that --lr was tuned at (default: one pass)",
+        "--tuned-batch", type=int, help="items per update that --lr was tuned at (one pass)"
     )
-    command.set_defaults(run=_plan)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from accumplug.noise import ONE_DEVICE
-    from accumplug.plan import plan, scale_learning_rate
-
-    effective, micro, ranks = options.effective_batch, options.micro_batch, options.world_size
-    steps = plan(effective, micro, ranks)
-    print(
-        f"steps {steps}: {micro} items x {steps} micro-batches x {ranks} ranks = {effective} items"
-    )
-    if options.lr is None:
-        return GOOD
-    tuned = options.tuned_batch or micro * ranks
-    scaled = scale_learning_rate(options.lr, tuned_batch=tuned, effective_batch=effective)
-    betas = ", ".join(
-        f"{beta} -> {moved:.4g}" if (moved := scaled.adam_beta(beta)) else f"{beta} -> out of reach"
-        for beta in (0.9, 0.999)
-    )
-    print(
-        f"\nlearning rate {options.lr:g} was tuned at {tuned} items per update; at "
-        f"{scaled.factor:g} times as many:\n"
-        f"  linear       {scaled.linear:<8.3g} SGD, with a warm-up (Goyal et al. 2017; Krizhevsky "
-        f"2014)\n"
-        f"  square root  {scaled.square_root:<8.3g} Adam and RMSprop (Malladi et al. 2022); betas "
-        f"{betas}\n"
-        f"Starting points to tune from, not laws. {ONE_DEVICE}"
-    )
-    return GOOD
+    command.set_defaults(run=commands.plan)
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:
@@ -136,31 +114,7 @@ def _add_check(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--float64", action="store_true", help="in double precision, where rounding is 1e-16"
     )
-    command.set_defaults(run=_check)
-
-
-def _check(options: argparse.Namespace) -> int:
-    from accumplug.proof import equivalence_check
-    from accumplug.target import load_target
-
-    target = load_target(options.target)
-    if options.float64:
-        target = target.double()
-    if options.eval:
-        target.model.eval()
-    result = equivalence_check(
-        target.model,
-        target.batch,
-        target.loss_fn,
-        splits=options.splits,
-        items=target.items,
-        reduction="sum" if options.sum else "mean",
-        bound=options.bound,
-    )
-    numbers = sum(parameter.numel() for parameter in target.model.parameters())
-    print(f"checked {options.target}: {type(target.model).__name__} of {numbers:,} parameters")
-    print(result)
-    return GOOD if result.passed else FAILED
+    command.set_defaults(run=commands.check)
 
 
 def _add_sweep(command: argparse.ArgumentParser) -> None:
@@ -174,39 +128,7 @@ def _add_sweep(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--output-dir", type=Path, default=Path("outputs"), help="(outputs)")
     command.add_argument("--no-picture", action="store_true", help="write the JSON only")
-    command.set_defaults(run=_sweep)
-
-
-def _sweep(options: argparse.Namespace) -> int:
-    from accumplug.noise import ONE_DEVICE
-    from accumplug.pieces import cut, items_in, take
-    from accumplug.report import draw_curve, need_matplotlib
-    from accumplug.sweep import sweep_effective_batches
-    from accumplug.target import load_target
-
-    if not options.no_picture:
-        need_matplotlib()
-    target = load_target(options.target)
-    count, size = items_in(target.batch) // max(1, options.micro_batch), options.micro_batch
-    if size < 1 or count < 1:
-        raise ValueError(
-            f"the batch of {items_in(target.batch)} items holds no micro-batch of {size} items"
-        )
-    micro_batches = cut(take(target.batch, slice(count * size)), [size] * count)
-    curve = sweep_effective_batches(
-        target.model,
-        micro_batches,
-        target.loss_fn,
-        accum_steps=options.steps,
-        num_steps=options.num_steps,
-        output_dir=options.output_dir,
-    )
-    print(f"{curve.table()}\n\n{curve.sentence} {ONE_DEVICE}\n")
-    print(f"measured on {curve.device}; MiB: {curve.memory_is}")
-    print(options.output_dir / "accum-curve.json")
-    if not options.no_picture:
-        print(draw_curve(curve.as_json(), options.output_dir / "accum-curve.png"))
-    return GOOD
+    command.set_defaults(run=commands.sweep)
 
 
 def _add_inspect(command: argparse.ArgumentParser) -> None:
@@ -214,28 +136,13 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--verify", action="store_true", help="read every byte (default: files and sizes)"
     )
-    command.set_defaults(run=_inspect)
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from accumplug.checkpoint.inspect import inspect_command
-
-    text, code = inspect_command(options.directory, verify=options.verify)
-    print(text, file=sys.stderr if code == BAD_INPUT else sys.stdout)
-    return code
+    command.set_defaults(run=commands.inspect)
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:
     command.add_argument("metrics", type=Path, help="a run's metrics.jsonl")
     command.add_argument("--output", type=Path, help="the PNG (default: report.png beside it)")
-    command.set_defaults(run=_report)
-
-
-def _report(options: argparse.Namespace) -> int:
-    from accumplug.report import report
-
-    print(report(options.metrics, options.output))
-    return GOOD
+    command.set_defaults(run=commands.report)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

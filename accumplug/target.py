@@ -61,7 +61,8 @@ def load_target(name: str) -> Target:
         raise ValueError(f"{place} has no function {function_name!r}")
     found = function()
     if not isinstance(found, tuple) or len(found) not in (3, 4):
-        raise ValueError(f"{name} must return (model, batch, loss), got a {type(found).__name__}")
+        values = f"{len(found)} values" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        raise ValueError(f"{name} must return (model, batch, loss), got {values}")
     if not isinstance(found[0], nn.Module):
         raise ValueError(f"{name} must return a torch model first, got a {type(found[0]).__name__}")
     return Target(*found)

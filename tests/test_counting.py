@@ -1,13 +1,10 @@
 """What the counter promises: the reductions that ran, seen where they run; and one window."""
 
 import copy
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
@@ -135,55 +132,3 @@ def test_a_step_without_micro_batches_is_refused():
     model, _ = setup()
     with pytest.raises(ValueError, match="at least one micro-batch, got none"):
         train_one_optimizer_step(model, torch.optim.SGD(model.parameters(), 0.1), [], CRITERION)
-
-
-def _rank(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model, micro_batches = setup(seed=rank)
-    with sync_counter(model) as counter:
-        for x, y in micro_batches:
-            CRITERION(counter.model(x), y).backward()
-        plain = counter.syncs
-    model.zero_grad()
-    step = train_one_optimizer_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), micro_batches, CRITERION
-    )
-    torch.save(
-        {
-            "world": dist.get_world_size(),
-            "plain": plain,
-            "syncs": step.syncs,
-            "loss": step.loss,
-            "weights": model.state_dict(),
-        },
-        Path(folder) / f"{rank}.pt",
-    )
-    del model, counter
-    dist.destroy_process_group()
-
-
-def test_two_ranks_reduce_once_for_a_window_instead_of_four_times(tmp_path):
-    """Real DDP over gloo: 4 reductions plain, 1 accumulated, weights those of all 24 items."""
-    context = mp.start_processes(
-        _rank, args=(str(tmp_path),), nprocs=2, join=False, start_method="spawn"
-    )
-    deadline = time.monotonic() + 120
-    try:
-        while not context.join(timeout=5):  # True once all have ended
-            assert time.monotonic() < deadline, "the ranks did not end in time"
-    finally:
-        for process in context.processes:
-            process.kill()
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    reference, first = setup(seed=0)
-    batches = [*first, *setup(seed=1)[1]]
-    loss = CRITERION(
-        reference(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])
-    )
-    loss.backward()
-    torch.optim.SGD(reference.parameters(), lr=0.5).step()
-    for rank in found:
-        assert (rank["world"], rank["plain"], rank["syncs"]) == (2, 4, 1)
-        assert rank["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
-        for name, value in reference.state_dict().items():
-            torch.testing.assert_close(rank["weights"][name], value, rtol=1e-5, atol=1e-7)
