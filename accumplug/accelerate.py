@@ -7,6 +7,8 @@ no-ops without it), and it divides the loss in `accelerator.backward`.
 
 from __future__ import annotations
 
+import gc
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -47,8 +49,7 @@ class AccelerateLoop:
         self._step_seen: int | None = accelerator.step
         self._loader: Callable[[], Any] = lambda: None
         self._hooks: list[Any] = []
-        self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.end_pass()
+        self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         common = {"backward": backward, "accumulate": _refuse_accumulate}
         quiet = {
             "clip_grad_norm_": _no_norm,
@@ -110,24 +111,30 @@ class AccelerateLoop:
     def at_end(self) -> bool:
         """Whether the loader that feeds the loop has handed out its last batch.
 
-        It is the outermost one that began after the pass before, and stays it while its pass
-        lasts: an evaluation loop that was left by `break` remains registered for good.
+        It is the innermost one that is being iterated at the first micro-batch of a pass, and
+        stays it while its pass lasts. A loop that was left by `break` leaves its loader
+        registered for good, but the generator behind it is gone.
         """
         active = [loader for loader in self._state.dataloader_references if loader is not None]
         loader = self._loader()
         if not any(loader is one for one in active):
-            fresh = [one for one in active if one not in self._stale]
-            if not fresh:
+            loader = next((one for one in reversed(active) if self._runs(one, active)), None)
+            if loader is None:
                 return False
-            loader = fresh[0]
             self._loader = weakref.ref(loader)
         return bool(loader.end_of_dataloader)
 
-    def end_pass(self) -> None:
-        """The loader that fed the loop has ended: the others that are registered are stale."""
-        own = self._loader()
-        active = [loader for loader in self._state.dataloader_references if loader is not None]
-        self._stale = weakref.WeakSet(one for one in active if one is not own)
+    def _runs(self, loader: Any, active: list[Any]) -> bool:
+        """Whether somebody is iterating over `loader`; looked up once for each of its starts."""
+        starts = sum(one is loader for one in active)
+        if self._left.get(loader) == starts:
+            return False
+        for referrer in gc.get_referrers(loader):
+            generates = inspect.isgenerator(referrer) and referrer.gi_frame is not None
+            if generates or (inspect.isframe(referrer) and referrer.f_code.co_name == "__iter__"):
+                return True
+        self._left[loader] = starts
+        return False
 
     def was_skipped(self) -> bool:
         """Whether the scaler kept the loop's optimizers from stepping in the block that closed."""

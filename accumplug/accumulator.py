@@ -267,6 +267,11 @@ class Accumulator:
         Returns whether there was one on any rank. If the loop takes the steps, it has to take
         one then.
         """
+        if self.pending and self._plan() is not None:
+            raise RuntimeError(
+                f"flush after {self.pending} micro-batches of a window whose total weight weigh= has "
+                f"promised; finish the window, or discard() it"
+            )
         micro = MicroBatch(self, tuple(self._known_models()), 0.0)
         micro.virtual = micro.flushes = True
         with micro:
@@ -274,9 +279,14 @@ class Accumulator:
         return micro.closes
 
     def discard(self) -> None:
-        """Throw the open window away, torn or not: its micro-batches, its gradients."""
+        """Throw the open window away, torn or not: its micro-batches, its gradients.
+
+        Under `weigh=`, which has counted the window as a whole, `batches` goes on with the next.
+        """
         if self._micro is not None:
             raise RuntimeError("discard inside of a block; leave it first")
+        if self.pending and (plan := self._plan()) is not None:
+            plan.discarded = True
         self._forget_window()
         self._sum.clear()
         self._sum.narrow()
@@ -588,8 +598,6 @@ class Accumulator:
 
     def _end_pass(self) -> None:
         """The data ended."""
-        if self._loop is not None:
-            self._loop.end_pass()
         if self.pending and self._options.tail == "drop":
             self.discard()
         if self.pending and self._options.tail == "flush":

@@ -199,6 +199,9 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
         _pause(accum, feed)
         plan.left -= 1
         yield item
+        if plan.discarded:
+            accum.position += plan.left
+            break
     if accum.pending:
         raise RuntimeError(
             f"weigh= counted {len(plan.weights)} micro-batches for this window, but only "

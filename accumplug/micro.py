@@ -46,6 +46,8 @@ class MicroBatch:
     began = False
     """Whether something may have been added to the running sum."""
     _used = False
+    _agreed = False
+    """Whether no rank's backward reduces, so that they can tell each other what they used."""
     _backwards = 0
     _reduced = False
     _deferred: ExitStack | None = None
@@ -128,7 +130,7 @@ class MicroBatch:
         if self._backwards:
             raise RuntimeError("skip after a backward; what was added can't be taken back")
         plan = accum._plan()
-        promised = plan is not None and self.index < len(plan.weights)
+        promised = plan is not None and not self.virtual and self.index < len(plan.weights)
         if plan is not None and promised and plan.weights[self.index] != 0:
             raise RuntimeError(
                 f"weigh= has counted {plan.weights[self.index]} items for this micro-batch "
@@ -156,10 +158,12 @@ class MicroBatch:
         window = accum._open_window()
         self.index = window.index
         self.replicas = accum._sum.replicas(self.models)
+        may_overlap = accum._may_overlap(self.replicas)
+        self._agreed = not may_overlap
         if not self.virtual:
             self.at_end = accum._at_end()
             self.ends = accum._ends(window, self.at_end)
-            self.overlaps = self.reduces and accum._may_overlap(self.replicas)
+            self.overlaps = self.reduces and may_overlap
         self.roots = accum._sum.roots(self.models)
         if self.replicas or self.roots or accum._foreign().replicas:
             self._defer()
@@ -339,7 +343,7 @@ class MicroBatch:
             return True
         for ddp in self.replicas:
             if not self._reduced:
-                reduce_now(ddp, accum._ranks, agreed=not accum._may_overlap(self.replicas))
+                reduce_now(ddp, accum._ranks, self._agreed)
             check_reduced(ddp)
         return True
 

@@ -135,7 +135,7 @@ class Update:
 
         def refuse_step(*_: Any) -> None:
             update, accum = this(), owner()
-            if update is None or accum is None or update._stepping:
+            if update is None or accum is None or any(a._update._stepping for a in accum._live):
                 return
             if accum._micro is not None or accum.pending:
                 raise RuntimeError(

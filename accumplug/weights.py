@@ -24,6 +24,8 @@ class Plan:
     """Of all ranks together."""
     left: int = 0
     """Of this rank's, how many have not been handed out."""
+    discarded: bool = False
+    """The window was thrown away, and so are the items that are left of it."""
 
     def reference(self, ranks: int) -> Weight:
         """What stands for one if nothing has to be rescaled later: the mean weight."""
