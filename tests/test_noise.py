@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from accumplug.accumulator import Accumulator
 from accumplug.noise import NoiseEstimate, NoiseScale
 
 
@@ -158,3 +159,26 @@ def test_a_wide_interval_is_called_unclear():
     assert unknown.compare(1) == "below"
     assert unknown.compare(100) == "unclear"
     assert "not known after 5 windows" in unknown.sentence(100)
+
+
+@pytest.mark.parametrize("weights", [(4, 4, 4, 4), (2, 6, 3, 5)])
+def test_an_accumulator_feeds_it_the_two_norms_of_each_window(weights):
+    """The first micro-batch and the window, by weight, as by hand from plain gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 1, bias=False).double()
+    accum = Accumulator(4, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    accum.noise_scale = NoiseScale()
+    by_hand = NoiseScale()
+    for _ in range(5):
+        items = MEAN + DEVIATION * torch.randn(sum(weights), 30, dtype=torch.float64)
+        for micro_batch in items.split(weights):
+            with accum(model, weight=len(micro_batch)):
+                accum.backward(model(micro_batch).mean())
+        small, big = items[: weights[0]].mean(0), items.mean(0)  # the gradient of w . x is x
+        by_hand.update(
+            float(small.square().sum()), float(big.square().sum()), weights[0], sum(weights)
+        )
+    ours, theirs = accum.noise_scale.estimate, by_hand.estimate
+    assert ours.windows == 5
+    assert ours.trace == pytest.approx(theirs.trace, rel=1e-9)
+    assert ours.gradient_sq == pytest.approx(theirs.gradient_sq, rel=1e-9)
