@@ -1,0 +1,175 @@
+"""The fetches of one pass: what they started from, and how earlier ones are passed over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from .rng import State, pack, unpack
+from .sources import Sources
+
+
+class Fetches:
+    """An iterator over a loader that keeps the states from which its items are fetched.
+
+    `protocol` is a loader with state_dict and load_state_dict, whose state is kept as well.
+    """
+
+    def __init__(self, sources: Sources, protocol: Any) -> None:
+        self._sources = sources
+        self._protocol = protocol
+        self._iterator: Iterator[Any] = iter(())
+        self._captures = True
+        self._before: dict[int, State] = {}
+        self._number = 0
+        self._skip = 0
+        self._from: State | None = None
+        self._ahead = 0
+        self._settle: Callable[[], None] = lambda: None
+
+    def resume(
+        self, number: int, before: State | None, ahead: int, settle: Callable[[], None]
+    ) -> None:
+        """Pass over `number` fetches, which another process has made, with `ahead` more of them.
+
+        Those `ahead` are made from the state `before`; then `settle` is called.
+        """
+        self._number, self._skip = number, number
+        self._from, self._ahead, self._settle = before, ahead, settle
+
+    def through(self, loader: Any) -> Iterator[Any]:
+        """Start on `loader`."""
+        kept = None if self._from is None else self._from.get("protocol")
+        if self._protocol is not None and kept is not None:
+            self._protocol.load_state_dict(kept)
+            self._skip = 0
+        self._iterator = iter(loader)
+        # Workers draw from generators of their own; nothing in this process moves.
+        self._captures = not getattr(loader, "num_workers", 0) or self._protocol is not None
+        self._by_index = _reads_by_index(loader)
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._skip:
+            _pass_over(self._iterator, self._skip, self._by_index)
+            self._skip = 0
+        if self._from is not None:
+            self._sources.restore(unpack(self._from["states"]))
+            self._from = None
+        if self._ahead <= 0:
+            self._settle()
+        if self._captures:
+            self._before[self._number] = self._state()
+        try:
+            return next(self._iterator)
+        finally:
+            self._number += 1
+            self._ahead -= 1
+            if self._ahead == 0:
+                self._settle()
+
+    def before(self, number: int) -> tuple[State | None, int]:
+        """The state before fetch `number`, and how many fetches were made from there on."""
+        state = self._before.get(number)
+        if state is None and self._protocol is not None:
+            state = self._state()
+        if state is not None:
+            state = {**state, "states": pack(state["states"])}
+        return state, max(0, self._number - number)
+
+    def protocol_now(self) -> Any:
+        """The state of the stateful loader."""
+        return None if self._protocol is None else copy.deepcopy(self._protocol.state_dict())
+
+    def forget(self, number: int) -> None:
+        """Forget the states before the fetches that came before fetch `number`."""
+        for old in [known for known in self._before if known < number]:
+            del self._before[old]
+
+    def _state(self) -> State:
+        return {"states": self._sources.capture(), "protocol": self.protocol_now()}
+
+
+class Lent:
+    """Stands for the loader inside of a prepared one while that starts."""
+
+    def __init__(self, loader: Any, fetches: Fetches) -> None:
+        self._loader = loader
+        self._fetches = fetches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._fetches.through(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def protocol(loader: Any) -> Any:
+    """The part of `loader` whose state_dict knows where it is in its data, or None.
+
+    A DataLoader over a dataset with indices is followed by its sampler instead.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if _is_loader(base) and not isinstance(base.dataset, IterableDataset):
+        return None
+    if hasattr(base, "state_dict") and hasattr(base, "load_state_dict"):
+        return base
+    return None
+
+
+def check(loader: Any) -> None:
+    """Raise ValueError for a loader whose order can't be drawn again in another process."""
+    base = getattr(loader, "base_dataloader", loader)
+    if protocol(loader) is None:
+        _refuse_one_shot(base, "the loader")
+    for name in ("sampler", "batch_sampler"):
+        if _is_loader(base) and (sampler := getattr(base, name)) is not None:
+            _refuse_one_shot(sampler, f"its {name}")
+    if getattr(base, "num_workers", 0) and not getattr(base, "in_order", True):
+        raise ValueError(
+            "the DataLoader has in_order=False, so its order is that in which its workers happen "
+            "to finish; build it with in_order=True"
+        )
+
+
+def _refuse_one_shot(iterable: Any, what: str) -> None:
+    if hasattr(iterable, "__next__"):
+        raise ValueError(
+            f"{what} is a {type(iterable).__name__}, which can be gone through once and can't be "
+            f"brought back to a place; give an object whose __iter__ starts anew (a DataLoader, a "
+            f"list, a class around the generator), or one with state_dict and load_state_dict"
+        )
+
+
+def items_per_fetch(loader: Any) -> int:
+    """How many fetches one item of `loader` costs the process that makes them."""
+    # accelerate 1.15, DataLoaderDispatcher: rank 0 fetches one batch for each process
+    if hasattr(loader, "slice_fn") and not loader.split_batches:
+        return int(loader.state.num_processes)
+    return 1
+
+
+def _is_loader(loader: Any) -> bool:
+    return isinstance(loader, DataLoader)
+
+
+def _reads_by_index(loader: Any) -> bool:
+    """Whether items can be passed over by their indices, without reading them."""
+    return (
+        _is_loader(loader)
+        and loader.num_workers == 0
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def _pass_over(iterator: Any, count: int, by_index: bool) -> None:
+    # torch 2.13, dataloader.py: the iterator draws the indices of its next batch from here
+    source = iterator._sampler_iter if by_index else iterator
+    for _ in range(count):
+        next(source, None)

@@ -1,0 +1,103 @@
+"""A run taken apart into the parts of a checkpoint, copied, or left where they have not changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accumplug.accumulator import Accumulator
+
+from .codec import Encoded, encode
+from .memory import Memory
+from .order import Order
+from .subject import Stamp, State, Subject
+from .window import take
+from .write import Job
+
+
+class Snapshot:
+    """Takes one save after the other.
+
+    Rank 0 saves what is the same on all ranks; each rank saves what is its own. Weights and the
+    optimizers' moments stay as they are inside of a window, so they are linked from the
+    checkpoint before, unless somebody has written into them.
+    """
+
+    def __init__(
+        self, accum: Accumulator, subject: Subject, order: Order, rank: int, copies: bool
+    ) -> None:
+        self._accum = accum
+        self._subject = subject
+        self._order = order
+        self._rank = rank
+        self._memory = Memory() if copies else None
+        self._others = Memory()
+        self._stamps: dict[str, Stamp] = {}
+        self._tree: Any = None
+
+    def take(self, source: Path | None) -> Job:
+        """The next save. `source`: the checkpoint that the last `take` has become, if it is there.
+
+        Until the next `take` nothing of it changes.
+        """
+        parts, link = {}, []
+        state = take(self._accum, self._subject, self._order)
+        parts[f"rank-{self._rank}"] = self._copied(f"rank-{self._rank}", encode(state))
+        if self._subject.stateful:
+            name = f"objects-{self._rank}"
+            if (others := self._changed_others(name, source)) is None:
+                link.append(name)
+            else:
+                parts[name] = others
+        if self._rank == 0:
+            parts["progress"] = encode(self._subject.progress(), "progress")
+            for name, stamp, get in self._big():
+                if source is not None and self._stamps.get(name) == stamp:
+                    link.append(name)
+                    continue
+                parts[name] = self._copied(name, encode(get(), name))
+                self._stamps[name] = stamp
+        return Job(self._position(), parts, tuple(link), source if link else None)
+
+    def is_of(self, checkpoint: Path) -> None:
+        """The run is as it is in `checkpoint`."""
+        self._stamps = {name: stamp for name, stamp, _ in self._big()}
+
+    def forget(self) -> None:
+        """The last `take` has become no checkpoint."""
+        self._stamps, self._tree = {}, None
+
+    def _big(self) -> list[tuple[str, Stamp, Callable[[], Any]]]:
+        subject, updates = self._subject, self._accum.updates
+        return [
+            ("model", (updates, *subject.weights_stamp()), lambda: _one(subject.weights())),
+            ("optimizer", (updates, *subject.moments_stamp()), lambda: _one(subject.moments())),
+        ]
+
+    def _changed_others(self, name: str, source: Path | None) -> Encoded | None:
+        encoded = encode(self._subject.others(), name)
+        same = encoded.tree == self._tree and self._others.holds(name, encoded)
+        if same and source is not None and self._rank == 0:
+            return None
+        self._tree = encoded.tree
+        return self._others.copy(name, encoded)
+
+    def _copied(self, name: str, encoded: Encoded) -> Encoded:
+        return encoded if self._memory is None else self._memory.copy(name, encoded)
+
+    def _position(self) -> State:
+        accum = self._accum
+        return {
+            "update": accum.updates,
+            "micro_batch": accum.micro_batches,
+            "epoch": accum.epoch,
+            "position": accum.position,
+            "pending": accum.pending,
+            "steps": accum.steps if accum._window is None else accum._window.steps,
+        }
+
+
+def _one(states: list[Any]) -> Any:
+    """One model's state as it is, so that its file names the parameters; several in a list."""
+    return states[0] if len(states) == 1 else states

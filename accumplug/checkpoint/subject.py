@@ -1,0 +1,175 @@
+"""What a checkpoint is of: models, optimizers, schedulers, scaler, and whatever has a state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+Stamp = tuple[Any, ...]
+"""Equal stamps: the tensors are the same ones, and nobody has written into them since."""
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """`model` without DistributedDataParallel and torch.compile around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+class Subject:
+    """The objects of one training run, and their states on one rank.
+
+    Models are referred to weakly: DistributedDataParallel must not outlive its process group.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        scaler: Any,
+        stateful: Mapping[str, Any],
+    ) -> None:
+        self._models = [weakref.ref(model) for model in models]
+        self.optimizers = optimizers
+        self.schedulers = schedulers
+        self.scaler = scaler
+        self.stateful = stateful
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models as they were given, wrapped or not."""
+        models = [reference() for reference in self._models]
+        if any(model is None for model in models):
+            raise RuntimeError("a model of the Checkpointer is gone; close() it before the model")
+        return [model for model in models if model is not None]
+
+    def weights(self) -> list[State]:
+        """The models' state_dicts."""
+        return [bare(model).state_dict() for model in self.models]
+
+    def weights_stamp(self) -> Stamp:
+        """Of the parameters. Buffers may change inside of a window, parameters don't."""
+        return tuple(_stamp(p) for model in self.models for p in bare(model).parameters())
+
+    def load_weights(self, states: Sequence[State]) -> None:
+        """Load what `weights` gave."""
+        for model, state in zip(self.models, states, strict=True):
+            inner = bare(model)
+            _check_dtypes(inner, state)
+            inner.load_state_dict(state)
+
+    def buffers(self) -> list[dict[str, Tensor]]:
+        """The buffers that belong to the models' state_dicts."""
+        return [_buffers(bare(model)) for model in self.models]
+
+    def load_buffers(self, states: Sequence[dict[str, Tensor]]) -> None:
+        """Load what `buffers` gave."""
+        with torch.no_grad():
+            for model, state in zip(self.models, states, strict=True):
+                buffers = _buffers(bare(model))
+                for name, value in state.items():
+                    buffers[name].copy_(value)
+
+    def moments(self) -> list[Any]:
+        """What the optimizers keep of each parameter."""
+        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+
+    def moments_stamp(self) -> Stamp:
+        """Of the tensors in `moments`."""
+        return tuple(
+            (_stamp(value) if isinstance(value, Tensor) else value)
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            if isinstance(state, dict)
+            for value in state.values()
+        )
+
+    def progress(self) -> State:
+        """The small rest: parameter groups, schedulers, scaler."""
+        groups = [
+            {key: value for key, value in optimizer.state_dict().items() if key != "state"}
+            for optimizer in self.optimizers
+        ]
+        return {
+            "optimizers": groups,
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_progress(self, progress: State, moments: Sequence[Any]) -> None:
+        """Load what `progress` and `moments` gave."""
+        counts = (
+            ("optimizers", len(self.optimizers), len(progress["optimizers"])),
+            ("schedulers", len(self.schedulers), len(progress["schedulers"])),
+            ("scaler", self.scaler is not None, progress["scaler"] is not None),
+        )
+        for name, here, there in counts:
+            if here != there:
+                raise ValueError(f"the checkpoint has {name}: {there}, this run has {here}")
+        for optimizer, groups, state in zip(
+            self.optimizers, progress["optimizers"], moments, strict=True
+        ):
+            _load_optimizer(optimizer, groups, state)
+        for scheduler, state in zip(self.schedulers, progress["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(progress["scaler"])
+
+    def others(self) -> State:
+        """The states of the objects that were given by name."""
+        return {name: thing.state_dict() for name, thing in self.stateful.items()}
+
+    def load_others(self, states: State) -> None:
+        """Load what `others` gave."""
+        if states.keys() != self.stateful.keys():
+            raise ValueError(
+                f"the checkpoint has the objects {sorted(states)}, the Checkpointer was given "
+                f"{sorted(self.stateful)}; give the same ones"
+            )
+        for name, thing in self.stateful.items():
+            thing.load_state_dict(states[name])
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor._version
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def _check_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """load_state_dict converts without a word; a run would not go on from where it was."""
+    for name, value in model.state_dict().items():
+        saved = state.get(name)
+        if isinstance(saved, Tensor) and isinstance(value, Tensor) and saved.dtype != value.dtype:
+            raise ValueError(f"{name} is {value.dtype} here and {saved.dtype} in the checkpoint")
+
+
+def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
+    optimizer.load_state_dict({**groups, "state": state})
+    # torch 2.13, Optimizer._process_value_according_to_param_policy: moments are converted to
+    # the parameter's dtype, which loses those in fp32 of a parameter in bf16.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for key, saved in state.get(index, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(saved, Tensor) and loaded is not None and loaded.dtype != saved.dtype:
+                optimizer.state[parameter][key] = saved.to(loaded.device)

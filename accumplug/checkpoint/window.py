@@ -1,0 +1,110 @@
+"""What one rank needs to go on inside of a window: sums, counters, place in the data, buffers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumplug.accumulator import Accumulator
+from accumplug.batches import Feed
+from accumplug.sync import replicas
+from accumplug.weights import Plan
+
+from .order import Order
+from .subject import State, Subject
+
+
+def take(accum: Accumulator, subject: Subject, order: Order) -> State:
+    """The state of this rank. Nothing is copied."""
+    sums = [accum._sum.named(model) for model in subject.models] if accum.pending else []
+    return {
+        "accum": _located(accum.state_dict()),
+        "scale": _located(accum._update.scale),
+        "sums": [{name: _dense(grad) for name, grad in each.items()} for each in sums],
+        "buffers": subject.buffers(),
+        "awaits_buffers": [
+            [ddp.require_forward_param_sync for ddp in replicas(model)] for model in subject.models
+        ],
+        "order": order.state(accum.position, accum._feed is not None),
+        "feed": _feed(accum),
+    }
+
+
+def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> None:
+    """Go on from what `take` gave. Weights, optimizers and scaler have to be loaded before."""
+    device = next((p.device for m in subject.models for p in m.parameters()), torch.device("cpu"))
+    subject.load_buffers(state["buffers"])
+    accum.load_state_dict(_placed(state["accum"], device))
+    for model, sums in zip(subject.models, state["sums"], strict=bool(state["sums"])):
+        accum._sum.restore(model, {name: _given(grad) for name, grad in sums.items()})
+    accum._update.scale = _placed(state["scale"], device)
+    if accum._scaler is not None and accum.pending:
+        accum._scaler.scale(torch.ones((), device=device))  # unscale_ asks for one call before it
+    for model, marks in zip(subject.models, state["awaits_buffers"], strict=True):
+        for ddp, mark in zip(replicas(model), marks, strict=False):
+            ddp.require_forward_param_sync = mark
+    order.load(state["order"])
+
+
+def put_feed(state: State, feed: Feed) -> None:
+    """Let the pass that opens now be the one that was under way."""
+    feed.resumed = True
+    feed.alive = state["alive"]
+    if state["plan"] is not None:
+        feed.plan = Plan(**_placed(state["plan"], torch.device("cpu")))
+
+
+def _feed(accum: Accumulator) -> State | None:
+    feed = accum._feed
+    if feed is None:
+        return None
+    plan = feed.plan
+    is_open = plan is not None and (plan.left > 0 or accum.pending > 0)
+    return {
+        "alive": feed.alive,
+        "plan": _located(asdict(plan)) if plan is not None and is_open else None,
+    }
+
+
+def _located(value: Any) -> Any:
+    """`value` with the kind of device of each tensor in it."""
+    if isinstance(value, dict):
+        return {key: _located(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_located(item) for item in value]
+    return {"tensor": value, "on": value.device.type} if isinstance(value, Tensor) else value
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """What was given to `_located`; what was on a device goes to `device`."""
+    if isinstance(value, dict):
+        if value.keys() == {"tensor", "on"}:
+            tensor: Tensor = value["tensor"]
+            return tensor if value["on"] == "cpu" else tensor.to(device)
+        return {key: _placed(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_placed(item, device) for item in value]
+    return value
+
+
+def _dense(grad: Tensor) -> Any:
+    """A sparse gradient (of an Embedding) in dense pieces."""
+    if not grad.is_sparse:
+        return grad
+    return {
+        "indices": grad._indices(),
+        "values": grad._values(),
+        "size": list(grad.shape),
+        "coalesced": grad.is_coalesced(),
+    }
+
+
+def _given(grad: Any) -> Tensor:
+    if isinstance(grad, Tensor):
+        return grad
+    return torch.sparse_coo_tensor(
+        grad["indices"], grad["values"], grad["size"], is_coalesced=grad["coalesced"]
+    )
