@@ -118,9 +118,10 @@ class AccelerateLoop:
         active = [loader for loader in self._state.dataloader_references if loader is not None]
         loader = self._loader()
         if not any(loader is one for one in active):
-            loader = next((one for one in reversed(active) if self._runs(one, active)), None)
-            if loader is None:
+            running = [one for one in active if self._runs(one, active)]
+            if not running:
                 return False
+            loader = running[-1]
             self._loader = weakref.ref(loader)
         return bool(loader.end_of_dataloader)
 

@@ -269,8 +269,8 @@ class Accumulator:
         """
         if self.pending and self._plan() is not None:
             raise RuntimeError(
-                f"flush after {self.pending} micro-batches of a window whose total weight weigh= has "
-                f"promised; finish the window, or discard() it"
+                f"flush after {self.pending} micro-batches of a window whose total weight weigh= "
+                f"has promised; finish the window, or discard() it"
             )
         micro = MicroBatch(self, tuple(self._known_models()), 0.0)
         micro.virtual = micro.flushes = True
