@@ -313,6 +313,8 @@ class MicroBatch:
             for ddp in self.replicas:
                 if not self.overlaps or id(ddp) in self._awaited:
                     join_forward(ddp)
+                else:
+                    ddp.reducer._rebuild_buckets()  # nothing, if a forward has done it
             self._accum._refer(0.0)
         self._finish()
         self._accum._sum.mark()

@@ -103,5 +103,5 @@ def _ratio(total: Weight, count: Weight) -> Weight:
 
 
 def _power(ratio: Tensor) -> Tensor:
-    """The power of two, at least 1, that `ratio` rounds up to."""
-    return torch.exp2(torch.log2(ratio).ceil().clamp(min=0.0))
+    """The power of two, at least 1, next to `ratio`."""
+    return torch.exp2(torch.log2(ratio).round().clamp(min=0.0))
