@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from accumplug.comparison import Case, compare, fit
+from accumplug.comparison import Case, Gradients, compare, fit
 from accumplug.pieces import cut, items_in, take
 
-__all__ = ["coupling", "names", "quiet"]
+__all__ = ["coupling", "lowest_precision", "names", "quiet"]
 
 
 class _NoModule(nn.Module):
@@ -26,7 +26,8 @@ def coupling(case: Case, tolerance: float) -> list[str]:
         return []
     apart = {name: _apart(case, name) for name in case.losses}
     found = [
-        f"{name} depends on the order of the items: a permuted batch gives another gradient"
+        f"{name} depends on the order of the items: a permuted batch gives another gradient (or "
+        "the first dimension does not count the items)"
         for name, (_, moved) in apart.items()
         if moved > tolerance
     ]
@@ -113,6 +114,14 @@ def _record(case: Case, batch: Any) -> dict[str, tuple[list[Tensor], list[Tensor
         for handle in handles:
             handle.remove()
     return seen
+
+
+def lowest_precision(case: Case, reference: Gradients) -> tuple[str, float]:
+    """Give the coarsest type among gradients and what modules put out (autocast), and its step."""
+    dtypes = {gradient.dtype for gradient in reference.values() if gradient is not None}
+    dtypes |= {made.dtype for _, out in _record(case, case.batch).values() for made in out}
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return str(coarsest).removeprefix("torch."), torch.finfo(coarsest).eps
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from accumplug.comparison import Case, Gradients, compare, dense, dot, fit
-from accumplug.coupling import coupling, names, quiet
+from accumplug.coupling import coupling, lowest_precision, names, quiet
 from accumplug.pieces import cut, items_in
 
 __all__ = ["notes", "reasons"]
@@ -28,12 +27,18 @@ def notes(reference: Gradients) -> list[str]:
 
 
 def reasons(
-    case: Case, reference: Gradients, runs: Mapping[Split, Gradients], tolerance: float
+    case: Case, reference: Gradients, runs: Mapping[Split, Gradients], bound: float
 ) -> list[str]:
-    """Say why the accumulated gradients differ from the reference by more than `tolerance`."""
+    """Say why the accumulated gradients are not within `bound` of the reference."""
     if not all(bool(dense(g).isfinite().all()) for g in reference.values()):
         return ["the large batch's own gradient is not finite: look at its loss first"]
+    if empty := _not_finite(case, runs):
+        return [empty]
+    dtype, eps = lowest_precision(case, reference)
+    tolerance = max(bound, 16 * eps)
     found = _one_sided(reference, runs)
+    if max(compare(reference, run).overall.relative for run in runs.values()) <= tolerance > bound:
+        return [*found, f"not more than the rounding of {dtype} ({eps:.0e}): {_FINER}"]
     if factor := _factor(reference, runs, tolerance, own_loop=case.loop is not None):
         return [*found, factor]
     drawn = _random_numbers(case, reference, runs, tolerance)
@@ -42,7 +47,23 @@ def reasons(
         found += coupling(case, tolerance)
     if not found:
         found += _own_loop(case, runs) if case.loop is not None else _weights(case, tolerance)
-    return found or [_unexplained(reference)]
+    return found or [f"the cause was not recognised; {_FINER}"]
+
+
+_FINER = "check in float32 or float64 to tell rounding from a fault, or give a larger bound"
+
+
+def _not_finite(case: Case, runs: Mapping[Split, Gradients]) -> str | None:
+    """Find a micro-batch whose loss is not finite although it has a weight."""
+    for split in runs:
+        for number, piece in enumerate(cut(case.batch, split), 1):
+            if case.items(piece) and not bool(case.loss(piece).isfinite()):
+                return (
+                    f"the loss of micro-batch {number} of {len(split)} is not finite, as that of a "
+                    "mean over no target is: count what the loss is a mean over with items=, so "
+                    "that its weight is 0"
+                )
+    return None
 
 
 def _one_sided(reference: Gradients, runs: Mapping[Split, Gradients]) -> list[str]:
@@ -119,14 +140,19 @@ def _weights(case: Case, tolerance: float) -> list[str]:
         gaps = [abs(n - share) for n, share in zip(needed, shares, strict=True)]
         if case.reduction == "sum" or max(gaps) <= tolerance:
             continue
+        counts = f"its halves count as {_shares(needed)}"
         if all(math.isclose(n, 1, abs_tol=tolerance) for n in needed):
             found.append(f'{name} is a sum over its items, not a mean: say reduction="sum"')
+        elif not math.isclose(sum(needed), 1, abs_tol=tolerance):
+            found.append(
+                f"{name} is no mean over items: {counts}, which does not add up to 1 (a root or a "
+                "ratio of means is like that)"
+            )
         else:
             found.append(
-                f"{name} is a mean over something else than what the weights count: its halves "
-                f"count as {_shares(needed)}, the weights given are {_shares(shares)}. Pass "
-                "items= (in a loop: weight=), e.g. the number of target tokens; terms with "
-                "different denominators need extra="
+                f"{name} is a mean over something else than what the weights count: {counts}, the "
+                f"weights given are {_shares(shares)}. Pass items= (in a loop: weight=), e.g. the "
+                "number of target tokens; terms with different denominators need extra="
             )
     return found
 
@@ -145,13 +171,6 @@ def _own_loop(case: Case, runs: Mapping[Split, Gradients]) -> list[str]:
                 f"{_shares(shares)}; right is {_shares(right)}"
             )
     return found
-
-
-def _unexplained(reference: Gradients) -> str:
-    for gradient in reference.values():
-        if gradient is not None and (eps := torch.finfo(gradient.dtype).eps) > 1e-4:
-            return f"{gradient.dtype} rounds to {eps:.0e}: check in float32, or give a larger bound"
-    return "the cause was not recognised; run it in double precision to rule out rounding"
 
 
 def _shares(numbers: Sequence[float]) -> str:

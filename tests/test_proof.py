@@ -124,7 +124,7 @@ def tokens(batch):
 def test_a_token_mean_passes_with_token_weights_and_without_says_which_it_needs():
     """The halves hold 1 and 6 targets: weights 0.143 : 0.857, and rows would say 0.5 : 0.5."""
     assert equivalence_check(classifier(), token_batch(), CRITERION, items=tokens).passed
-    text = reason(equivalence_check(classifier(), token_batch(), CRITERION))
+    text = reason(equivalence_check(classifier(), token_batch(), CRITERION, splits=[(6, 6)]))
     assert "count as 0.143 : 0.857, the weights given are 0.5 : 0.5" in text
     assert "items=" in text
 
@@ -343,10 +343,48 @@ def test_parameters_without_a_gradient_are_named():
 def test_low_precision_is_called_by_its_name():
     """bfloat16 keeps 8 bits: not a fault of the loop, and a larger bound lets it pass."""
     model, (inputs, targets) = classifier(dtype=torch.bfloat16), data(dtype=torch.bfloat16)
-    assert "torch.bfloat16 rounds to 8e-03" in reason(
-        equivalence_check(model, (inputs, targets), CRITERION)
-    )
+    text = reason(equivalence_check(model, (inputs, targets), CRITERION))
+    assert text.startswith("not more than the rounding of bfloat16 (8e-03): check in float32")
     assert equivalence_check(model, (inputs, targets), CRITERION, bound=0.05).passed
+
+
+def autocast(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return CRITERION(model(batch[0]), batch[1])
+
+
+def test_autocast_is_noticed_and_hides_nothing_large():
+    """Gradients are float32, but what the modules put out is not; BatchNorm is still found."""
+    text = reason(equivalence_check(classifier(), data(), autocast))
+    assert text.startswith("not more than the rounding of bfloat16")
+    text = reason(equivalence_check(classifier(nn.BatchNorm1d(8)), data(), autocast))
+    assert "BatchNorm (1)" in text
+    assert "couples" not in text
+
+
+def test_a_micro_batch_without_targets_is_named():
+    """The mean over no target is NaN; with weights that count targets it weighs 0."""
+    inputs, targets = data()
+    targets[:6] = -100
+    text = reason(equivalence_check(classifier(), (inputs, targets), CRITERION))
+    assert text.startswith("the loss of micro-batch 1 of 2 is not finite")
+    assert equivalence_check(classifier(), (inputs, targets), CRITERION, items=tokens).passed
+
+
+def test_a_root_of_a_mean_is_no_mean():
+    """Its halves count by values, not by items."""
+
+    def rmse(model, batch):
+        return model(batch[0]).square().mean().sqrt()
+
+    text = reason(equivalence_check(classifier(), data(), rmse))
+    assert "the loss is no mean over items" in text
+
+
+def test_the_check_runs_where_gradients_are_switched_off():
+    """Called under no_grad it still has gradients to compare."""
+    with torch.no_grad():
+        assert equivalence_check(classifier(), data(), CRITERION).passed
 
 
 def test_a_gradient_that_is_not_finite_fails_and_is_said():
