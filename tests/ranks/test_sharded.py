@@ -1,0 +1,206 @@
+"""fully_shard: both sync modes have the gradient of one big batch in one process."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from accumplug import Accumulator
+
+from .harness import Ranks
+from .reference import items, loss
+
+SIZES = [[3, 8, 1, 5, 2, 9, 4], [7, 2, 2, 6, 1, 1, 3], [4, 4, 10, 2, 5, 3, 8]]
+"""Samples in each micro-batch of each rank."""
+STEPS = 3
+CLIP = 0.05
+
+
+def net() -> nn.Module:
+    """A small model with two shardable layers and a root of its own, the same on each rank."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """`fully_shard` the inner layers and the root."""
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def textbook(world: int, clip: float | None) -> tuple[list[Tensor], list[float]]:
+    """Parameters and gradient norms if each window is one batch in one process."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = [items(rank, SIZES[rank]) for rank in range(world)]
+    norms = []
+    for start in range(0, len(SIZES[0]), STEPS):
+        window = [item for own in data for item in own[start : start + STEPS]]
+        loss(model, tuple(torch.cat(part) for part in zip(*window, strict=True))).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters()), norms
+
+
+def train(
+    rank: int, sync: str, clip: float | None, scaled: bool, flush: bool
+) -> tuple[list[Tensor], list[float], int, int, list[str]]:
+    """What `textbook` returns, and syncs, reduce-scatters' windows and warnings."""
+    model = shard(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accum = Accumulator(
+            STEPS,
+            optimizer=optimizer,
+            scaler=scaler,
+            max_grad_norm=clip,
+            sync=sync,
+            tail="carry" if flush else "flush",
+        )
+        norms = []
+
+        @accum.on_update
+        def note() -> None:
+            assert accum.last is not None
+            assert accum.last.grad_norm is not None
+            norms.append(accum.last.grad_norm)
+
+        for item in accum.batches(items(rank, SIZES[rank])):
+            with accum(model, weight=len(item[0])):
+                accum.backward(loss(model, item))
+        if flush:
+            assert accum.pending == 1
+            assert accum.flush()
+    whole = [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    return whole, norms, accum.syncs, accum.updates, [str(w.message) for w in said]
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_sharded_window_is_one_big_batch(
+    ranks: Ranks, world: int, sync: str, scaled: bool, flush: bool
+) -> None:
+    """Same weights and norms as one process, in both modes; reductions as the mode says."""
+    expected, expected_norms = textbook(world, CLIP)
+    for got, norms, syncs, updates, _ in ranks.run(world, train, sync, CLIP, scaled, flush):
+        assert updates == 3
+        assert syncs == (3 if sync == "last" else 7)
+        # AdamW divides by the root of a moment, which stretches rounding (1e-16) a hundredfold
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+        tolerance = 1e-6 if scaled else 1e-13  # the scaler's inverse scale is fp32
+        assert norms == pytest.approx(expected_norms, rel=tolerance)
+
+
+def test_deferring_is_said_once_with_its_bytes(ranks: Ranks) -> None:
+    """80 fp64 gradients of the whole model stay on each rank; the other mode is named."""
+    numel = sum(p.numel() for p in net().parameters())
+    for _, _, _, _, said in ranks.run(2, train, "last", None, False, False):
+        deferral = [text for text in said if "deferring" in text]
+        assert len(deferral) == 1
+        assert f"{numel * 8 / 2**20:,.1f} MiB" in deferral[0]
+        assert 'sync="every"' in deferral[0]
+    for _, _, _, _, said in ranks.run(2, train, "every", None, False, False):
+        assert not [text for text in said if "deferring" in text]
+
+
+def empty(rank: int) -> tuple[list[float], str]:
+    """A micro-batch of weight 0 on rank 1, with a finite loss, then one with NaN."""
+    warnings.simplefilter("ignore")
+    model = shard(net())
+    accum = Accumulator(2, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    for index, item in enumerate(items(rank, [4, 4])):
+        weight = 0 if rank == 1 and index == 1 else 4
+        with accum(model, weight=weight):
+            accum.backward(loss(model, item))
+    moved = [p.full_tensor().flatten() for p in model.parameters()]  # type: ignore[attr-defined]
+    try:
+        with accum(model, weight=0):
+            accum.backward(loss(model, items(rank, [4])[0]) * math.nan)
+    except ValueError as error:
+        return torch.cat(moved).tolist(), str(error)
+    return torch.cat(moved).tolist(), ""
+
+
+def test_weight_0_adds_nothing_and_nan_is_refused(ranks: Ranks) -> None:
+    """The backward runs for the other ranks' sake; where 0 times NaN would poison, it says so."""
+    model = net()
+    window = [items(0, [4, 4])[0], items(0, [4, 4])[1], items(1, [4, 4])[0]]
+    loss(model, tuple(torch.cat(part) for part in zip(*window, strict=True))).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for moved, said in ranks.run(2, empty):
+        torch.testing.assert_close(torch.tensor(moved), expected, rtol=1e-13, atol=1e-13)
+        assert "Make it finite" in said
+
+
+def one_block(accum: Accumulator, model: nn.Module, skip: bool = False) -> None:
+    """Open a block, and leave it out or do nothing."""
+    with accum(model) as micro:
+        if skip:
+            micro.skip()
+
+
+def one_pass(accum: Accumulator, model: nn.Module, rank: int) -> None:
+    """A pass over 2 items on rank 0 and 3 on rank 1."""
+    for item in accum.batches(items(rank, [3, 3, 3][: 2 + rank])):
+        with accum(model):
+            accum.backward(loss(model, item))
+
+
+def refused(rank: int) -> int:
+    """Uneven data, skip, and options that can't be kept."""
+    warnings.simplefilter("ignore")
+    model = shard(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="skip_micro_batch"):
+        one_block(Accumulator(2, optimizer=optimizer, nonfinite="skip_micro_batch"), model)
+    half = shard(net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="reduce_dtype"):
+        one_block(Accumulator(2, accumulate_dtype=torch.float32), half)
+    with pytest.raises(RuntimeError, match="weight=0"):
+        one_block(Accumulator(2, optimizer=optimizer), model, skip=True)
+    with pytest.raises(RuntimeError, match="drop_last"):
+        one_pass(Accumulator(1, optimizer=optimizer), model, rank)
+    return 4
+
+
+def test_what_sharding_can_not_do_is_said(ranks: Ranks) -> None:
+    """All ranks raise, none waits for another."""
+    assert ranks.run(2, refused) == [4, 4]
+
+
+def half_precision(rank: int, sync: str) -> list[float]:
+    """The gradient of 1 + 255 * 2^-9 in micro-batches of bf16 compute, reduced in fp32."""
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float32)
+    model = nn.Linear(1, 1, bias=False)
+    fully_shard(
+        model,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    accum = Accumulator(256, sync=sync, accumulate_dtype=torch.float32)
+    for index in range(256):
+        with accum(model):
+            accum.backward(model(torch.tensor([[1.0 if index == 0 else 2.0**-9]])).sum())
+    return [p.grad.full_tensor().item() * 256 for p in model.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_sums_in_fp32_lose_nothing(ranks: Ranks, sync: str) -> None:
+    """reduce_dtype=fp32 is what accumulate_dtype asks of fully_shard."""
+    for grads in ranks.run(2, half_precision, sync):
+        assert grads == [1.498046875]
