@@ -74,7 +74,7 @@ def test_full_windows_have_the_bits_of_the_textbook_loop(make, clip, dtype):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7, 10])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight", [1.0, 0.1, 3.0, 7.0, 1e-3, 5000.0])
+@pytest.mark.parametrize("weight", [1.0, 0.1, 7.0, 5000.0])
 @pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
 def test_equal_weights_change_no_bit(steps, dtype, weight, on_device):
     """Whatever the weight is, if it is the same for all of a full window."""

@@ -1,0 +1,560 @@
+"""A block that goes wrong: what counts, what is torn, what is put back; and what waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from textbook import big_batch, data, gradients, mean_loss, network, relative
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accumplug import Accumulator, TornWindowError
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Half of the backward has run when it raises, as when memory is over."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("out of memory")
+
+
+def watched(steps, model, **options):
+    """An Accumulator that takes steps of length 0, and the gradients of its updates."""
+    accum, got = Accumulator(steps, optimizer=SGD(model.parameters(), 0.0), **options), []
+    accum.on_update(lambda: got.append(gradients(model)))
+    return accum, got
+
+
+def run(accum, model, batch):
+    with accum(model):
+        accum.backward(mean_loss(model, batch))
+
+
+# -- blocks that did not do what a micro-batch has to ----------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_block_without_a_backward_is_an_error_and_does_not_count(place):
+    """In the middle of a window and at its end; with what to do instead."""
+    model = network()
+    accum, got = watched(2, model)
+    batches = data([2] * 2)
+    for batch in batches[:place]:
+        run(accum, model, batch)
+    with pytest.raises(RuntimeError, match=r"without a backward.*or micro.skip\(\)"), accum(model):
+        pass
+    assert accum.pending == place
+    for batch in batches[place:]:
+        run(accum, model, batch)
+    assert relative(got[0], big_batch(model, batches)) <= 1e-15
+
+
+def test_a_backward_of_torch_itself_is_seen_where_it_can_be():
+    """loss.backward() in a block is no backward of the window."""
+    model = network()
+    accum, _ = watched(2, model)
+    with pytest.raises(RuntimeError, match=r"never loss.backward\(\)"), accum(model):
+        mean_loss(model, data([2])[0]).backward()
+
+
+def test_backward_outside_of_a_block_is_an_error():
+    """Before the first, between two, and by a micro-batch that is over."""
+    model = network()
+    accum, _ = watched(2, model)
+    (batch,) = data([2])
+    with pytest.raises(RuntimeError, match="backward outside of a block"):
+        accum.backward(mean_loss(model, batch))
+    with accum(model) as micro:
+        micro.backward(mean_loss(model, batch))
+    with pytest.raises(RuntimeError, match="backward outside of a block"):
+        accum.backward(mean_loss(model, batch))
+    with pytest.raises(RuntimeError, match="outside of its block"):
+        micro.backward(mean_loss(model, batch))
+    with pytest.raises(RuntimeError, match="skip outside of its block"):
+        micro.skip()
+    assert accum.pending == 1
+
+
+def test_a_block_inside_of_a_block_of_the_same_accumulator_is_an_error():
+    """And the outer one does not count either, as the error leaves it."""
+    model = network()
+    accum, _ = watched(2, model)
+    with pytest.raises(RuntimeError, match=r"accum\(a, b\)"), accum(model), accum(model):
+        pass
+    assert accum.pending == 0
+
+
+def test_a_context_is_good_for_one_block():
+    """Kept outside of the loop it would count its weight once."""
+    model = network()
+    accum, _ = watched(2, model)
+    context = accum(model)
+    batches = data([2] * 2)
+    with context:
+        accum.backward(mean_loss(model, batches[0]))
+    with pytest.raises(RuntimeError, match=r"call accum\(model\) for each"), context:
+        pass
+    assert accum.pending == 1
+
+
+def test_skip_and_backward_exclude_each_other():
+    """Whichever came first."""
+    model = network()
+    accum, _ = watched(2, model)
+    (batch,) = data([2])
+    with accum(model) as micro:
+        micro.skip()
+        with pytest.raises(RuntimeError, match="backward after skip"):
+            micro.backward(mean_loss(model, batch))
+    accum.discard()
+    with accum(model) as micro:
+        micro.backward(mean_loss(model, batch))
+        with pytest.raises(RuntimeError, match="skip after a backward"):
+            micro.skip()
+
+
+def test_discard_and_flush_inside_of_a_block_are_errors():
+    """The block has to end first."""
+    model = network()
+    accum, _ = watched(2, model)
+    with accum(model):
+        accum.backward(mean_loss(model, data([2])[0]))
+        with pytest.raises(RuntimeError, match="discard inside of a block"):
+            accum.discard()
+        with pytest.raises(RuntimeError, match="a block inside a block"):
+            accum.flush()
+    assert accum.pending == 1
+
+
+@pytest.mark.parametrize("later", [4, 0])
+def test_a_micro_batch_has_one_weight(later):
+    """A second backward with another one contradicts the first."""
+    model = network()
+    accum, _ = watched(2, model)
+    loss = mean_loss(model, data([2])[0])
+
+    def block():
+        with accum(model, weight=3):
+            accum.backward(loss, retain_graph=True)
+            accum.backward(loss, weight=later)
+
+    with pytest.raises(ValueError, match=rf"weight 3.0 \(from its first.*and now {later}.0"):
+        block()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: out, r"loss is a tensor of one element, a mean or a sum; got \(2, 2\)"),
+        (lambda out: 3.0, r"loss is a tensor of one element, a mean or a sum; got float"),
+        (lambda out: out.mean().item(), "got float"),
+        (lambda out: None, "got NoneType"),
+        (lambda out: out.mean().detach(), "Was it detached, or computed under no_grad"),
+    ],
+)
+def test_a_loss_that_can_not_go_back_is_refused(loss, message):
+    """Before anything was added."""
+    model = network()
+    accum, _ = watched(2, model)
+    x, _ = data([2])[0]
+    with pytest.raises(ValueError, match=message), accum(model):
+        accum.backward(loss(model(x)))
+    assert accum.pending == 0
+    run(accum, model, data([2])[0])
+    assert accum.pending == 1
+
+
+def test_an_unknown_reduction_is_refused():
+    """With the two that there are."""
+    model = network()
+    accum, _ = watched(2, model)
+    loss = mean_loss(model, data([2])[0])
+    with pytest.raises(ValueError, match='is "mean" or "sum"; got .none'), accum(model):
+        accum.backward(loss, reduction="none")
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, float("nan"), float("inf"), torch.ones(2), "3", None, torch.ones(1)]
+)
+def test_a_weight_that_counts_nothing_is_refused_at_the_block_and_at_the_backward(weight):
+    """It is the number of items that the loss is a mean over."""
+    model = network()
+    accum, _ = watched(2, model)
+    with pytest.raises(ValueError, match="weight is "):
+        accum(model, weight=weight)
+    if weight is not None:
+        with pytest.raises(ValueError, match="weight is "), accum(model):
+            accum.backward(mean_loss(model, data([2])[0]), weight=weight)
+    assert accum.pending == 0
+
+
+def test_weights_of_numpy_are_numbers():
+    """len() of something, or a count, is often one of numpy's."""
+    numpy = pytest.importorskip("numpy")
+    model = network()
+    accum, got = watched(2, model)
+    batches = data([2, 3])
+    for batch, weight in zip(batches, (numpy.int64(2), numpy.float32(3)), strict=True):
+        with accum(model, weight=weight):
+            accum.backward(mean_loss(model, batch))
+    assert relative(got[0], big_batch(model, batches)) <= 1e-15
+
+
+# -- exceptions -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_exception_before_the_backward_does_not_count_and_tears_nothing(place):
+    """Out of memory in the forward, caught, and tried again with two smaller ones."""
+    model = network()
+    accum, got = watched(4, model)
+    batches = data([2] * 3)
+    for batch in batches[:place]:
+        run(accum, model, batch)
+    with pytest.raises(MemoryError), accum(model):
+        raise MemoryError
+    assert (accum.pending, accum.micro_batches) == (place, place)
+    for batch in batches[place:]:
+        run(accum, model, batch)
+    accum.flush()
+    assert relative(got[0], big_batch(model, batches)) <= 1e-15
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("where", ["in the backward", "after it"])
+def test_an_exception_after_the_backward_began_tears_the_window(place, where):
+    """Part of its gradient is in the sum. The window says so until discard()."""
+    model = network()
+    accum, got = watched(2, model)
+    batches = data([2] * 2)
+    for batch in batches[:place]:
+        run(accum, model, batch)
+
+    def block():
+        with accum(model):
+            loss = mean_loss(model, data([2])[0])
+            accum.backward(FailsInBackward.apply(loss) if where == "in the backward" else loss)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        block()
+    assert accum.micro_batches == place
+    for _ in range(2):
+        with pytest.raises(TornWindowError, match=rf"after {place} of 2 .*MemoryError in micro-b"):
+            run(accum, model, batches[0])
+    with pytest.raises(TornWindowError, match=r"accum.discard\(\) throws it away"):
+        accum.flush()
+    accum.discard()
+    for batch in batches:
+        run(accum, model, batch)
+    assert relative(got[0], big_batch(model, batches)) <= 1e-15
+    assert accum.updates == 1
+
+
+def test_a_torn_window_is_an_error_of_its_own_kind():
+    """So that a loop can catch it, and nothing else."""
+    assert issubclass(TornWindowError, RuntimeError)
+
+
+def nothing_then_memory_error(accum, model, batch, how):
+    with accum(model, weight=0) as micro:
+        if how == "skip":
+            micro.skip()
+        else:
+            micro.backward(mean_loss(model, batch))
+        raise MemoryError
+
+
+@pytest.mark.parametrize("how", ["weight 0", "skip"])
+def test_an_exception_in_a_block_that_adds_nothing_tears_nothing(how):
+    """In the middle of a window."""
+    model = network()
+    accum, got = watched(3, model)
+    batches = data([2] * 3)
+    run(accum, model, batches[0])
+    with pytest.raises(MemoryError):
+        nothing_then_memory_error(accum, model, batches[1], how)
+    for batch in batches[1:]:
+        run(accum, model, batch)
+    assert relative(got[0], big_batch(model, batches)) <= 1e-15
+
+
+@pytest.mark.xfail(strict=True, reason="the sum stays rescaled by the close that did not happen")
+@pytest.mark.parametrize("how", ["weight 0", "skip"])
+def test_an_exception_in_a_closing_block_that_adds_nothing_is_no_silent_rescaling(how):
+    """The sum is finished by then: either it is torn, or the next close is right all the same."""
+    model = network()
+    accum, got = watched(2, model)
+    batches = data([2] * 2)
+    run(accum, model, batches[0])
+    with pytest.raises(MemoryError):
+        nothing_then_memory_error(accum, model, batches[1], how)
+    try:
+        run(accum, model, batches[1])
+    except TornWindowError:
+        return
+    assert relative(got[0], big_batch(model, batches)) <= 1e-15
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, SystemExit])
+def test_exceptions_that_are_no_errors_are_treated_alike(kind):
+    """Ctrl-C in the middle of a forward leaves a window that can go on."""
+    model = network()
+    accum, _ = watched(2, model)
+    with pytest.raises(kind), accum(model):
+        raise kind
+    run(accum, model, data([2])[0])
+    assert accum.pending == 1
+
+
+def test_an_exception_in_the_hook_of_an_update_leaves_a_closed_window():
+    """The update has happened; the next window is clean."""
+    model = network()
+    accum = Accumulator(1, optimizer=SGD(model.parameters(), 0.0))
+
+    @accum.on_update
+    def fails():
+        if accum.updates == 1:
+            raise OSError("disk full")
+
+    batches = data([2] * 2)
+    with pytest.raises(OSError, match="disk full"):
+        run(accum, model, batches[0])
+    assert (accum.updates, accum.pending) == (1, 0)
+    assert all(p.grad is None for p in model.parameters())
+    run(accum, model, batches[1])
+    assert accum.updates == 2
+
+
+# -- what a loop does to an open window ------------------------------------------------------
+
+TOUCHES = {
+    "model.zero_grad": lambda m: m.zero_grad(),
+    "optimizer.zero_grad": lambda m: SGD(m.parameters(), 0.1).zero_grad(),
+    "zero_grad to zeros": lambda m: SGD(m.parameters(), 0.1).zero_grad(set_to_none=False),
+    "zero_grad of the head": lambda m: SGD(m[2].parameters(), 0.1).zero_grad(),
+    "clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3),
+    "another backward": lambda m: mean_loss(m, data([2], seed=7)[0]).backward(),
+    "division": lambda m: [p.grad.div_(2) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+@pytest.mark.parametrize("where", ["in the block", "between two blocks"])
+@pytest.mark.parametrize("takes_step", [True, False])
+def test_whoever_touches_the_sum_of_an_open_window_tears_it(touch, where, takes_step):
+    """Only the last micro-batch would survive a zero_grad in each."""
+    model = network()
+    accum = Accumulator(3, optimizer=SGD(model.parameters(), 0.0) if takes_step else None)
+
+    def loop():
+        for batch in data([2] * 3):
+            with accum(model):
+                accum.backward(mean_loss(model, batch))
+                if where == "in the block":
+                    touch(model)
+            if where == "between two blocks":
+                touch(model)
+
+    with pytest.raises(TornWindowError, match=r"was (changed in place|set to None or replaced)"):
+        loop()
+    assert accum.updates == 0
+    accum.discard()
+    for batch in data([2] * 2):
+        run(accum, model, batch)
+    assert accum.pending == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_zero_grad_in_the_closing_block_is_an_error_where_accum_takes_the_step(steps):
+    """It would be an update of nothing."""
+    model = network()
+    optimizer = SGD(model.parameters(), 0.1)
+    accum = Accumulator(steps, optimizer=optimizer)
+    batches = data([2] * steps)
+    for batch in batches[:-1]:
+        run(accum, model, batch)
+
+    def block():
+        with accum(model):
+            accum.backward(mean_loss(model, batches[-1]))
+            optimizer.zero_grad()
+
+    with pytest.raises(TornWindowError, match="set to None or replaced"):
+        block()
+    assert accum.updates == 0
+
+
+@pytest.mark.parametrize("where", ["in the block", "between two blocks"])
+def test_a_step_of_the_loop_is_refused_where_accum_takes_it(where):
+    """Two of them would move the weights twice, once on a partial sum."""
+    model = network()
+    optimizer = SGD(model.parameters(), 0.1)
+    accum = Accumulator(2, optimizer=optimizer)
+    (batch,) = data([2])
+
+    def loop():
+        with accum(model):
+            accum.backward(mean_loss(model, batch))
+            if where == "in the block":
+                optimizer.step()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="leave optimizer.step.. out of the loop"):
+        loop()
+    assert torch.equal(model[0].weight, network()[0].weight)
+
+
+def test_zero_grad_between_windows_is_fine():
+    """As most loops have it at their start."""
+    model = network()
+    accum, got = watched(2, model)
+    batches = data([2] * 4)
+    for place, batch in enumerate(batches):
+        if place % 2 == 0:
+            model.zero_grad()
+        run(accum, model, batch)
+    assert relative(got[1], big_batch(model, batches[2:])) <= 1e-15
+
+
+# -- what the host waits for ----------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: values read as Python numbers.
+
+    A tensor of the CPU is read without a trace by `tolist`, so that is counted by itself.
+    """
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.count = 0
+        tolist = torch.Tensor.tolist
+
+        def counted(tensor):
+            self.count += 1
+            return tolist(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", counted)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += function in waits
+        self.count += function is torch.ops.aten.nonzero.default
+        return function(*args, **(kwargs or {}))
+
+
+def reads_of(monkeypatch, accum, model, weights, scaler=None):
+    """How often the host waited in each block."""
+    counts = []
+    with Reads(monkeypatch) as reads:
+        for batch, weight in zip(data([2] * len(weights), torch.float32), weights, strict=True):
+            before = reads.count
+            with accum(model, weight=weight):
+                accum.backward(mean_loss(model, batch))
+            counts.append(reads.count - before)
+    return counts
+
+
+CASES = {
+    "plain": {},
+    "clip": {"max_grad_norm": 1e-3},
+    "scaler": {"scaler": True},
+    "scaler and clip": {"scaler": True, "max_grad_norm": 1e-3},
+    "raise": {"nonfinite": "raise"},
+    "two optimizers": {"two": True, "scaler": True, "max_grad_norm": 1e-3},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("weights", ["numbers", "tensors", "tensors with zeros", "all zero"])
+def test_the_host_reads_nothing_before_the_close_and_once_at_it(monkeypatch, options, weights):
+    """Whatever the weights are; the count, norm, flags and total come in one read."""
+    options, model = dict(options), network(torch.float32)
+    parts = [model[0], model[2]] if options.pop("two", False) else [model]
+    if options.pop("scaler", False):
+        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accum = Accumulator(4, optimizer=[SGD(p.parameters(), 0.1) for p in parts], **options)
+    values = {
+        "numbers": [3, 1, 5000, 2, 7, 5, 3, 1],
+        "tensors": [torch.tensor(n) for n in (3, 1, 5000, 2, 7, 5, 3, 1)],
+        "tensors with zeros": [torch.tensor(n) for n in (0, 1, 5000, 0, 7, 5, 3, 0)],
+        "all zero": [torch.tensor(n) for n in (0, 0, 0, 0, 1, 1, 1, 1)],
+    }[weights]
+    counts = reads_of(monkeypatch, accum, model, values)
+    assert counts == [0, 0, 0, 1] * 2
+    assert accum.updates == (1 if weights == "all zero" else 2)
+
+
+@pytest.mark.parametrize("weights", ["numbers", "tensors"])
+def test_the_host_reads_nothing_at_all_where_the_loop_steps(monkeypatch, weights):
+    """The closing block neither looks at the norm nor at the total."""
+    model = network(torch.float32)
+    accum = Accumulator(2)
+    values = [3, 1, 2, 5] if weights == "numbers" else [torch.tensor(n) for n in (3, 1, 2, 5)]
+    assert reads_of(monkeypatch, accum, model, values) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_the_host_reads_once_for_a_flush(monkeypatch, kind):
+    """It is a close like any other."""
+    model = network(torch.float32)
+    accum = Accumulator(4, optimizer=SGD(model.parameters(), 0.1))
+    assert reads_of(monkeypatch, accum, model, [kind(3), kind(4)]) == [0, 0]
+    with Reads(monkeypatch) as reads:
+        accum.flush()
+    assert reads.count == 1
+
+
+def test_reading_the_last_window_is_what_may_wait(monkeypatch):
+    """Not its close; and the second look is for free."""
+    model = network(torch.float32)
+    accum = Accumulator(1, optimizer=SGD(model.parameters(), 0.1))
+    run(accum, model, data([2], torch.float32)[0])
+    with Reads(monkeypatch) as reads:
+        assert accum.last.stepped
+        first = reads.count
+        assert accum.last.loss > 0
+    assert first > 0
+    assert reads.count == first
+
+
+def test_skip_micro_batch_may_read_once_in_each(monkeypatch):
+    """That is its price; no more than one in a micro-batch, and two where it closes."""
+    model = network(torch.float32)
+    accum = Accumulator(3, optimizer=SGD(model.parameters(), 0.1), nonfinite="skip_micro_batch")
+    counts = reads_of(monkeypatch, accum, model, [1, 1, 1])
+    assert counts[:2] == [1, 1]
+    assert counts[2] <= 3
+
+
+def test_the_counter_of_reads_can_fail(monkeypatch):
+    """It sees item, bool, float and tolist."""
+    with Reads(monkeypatch) as reads:
+        number = torch.ones(())
+        number.item()
+        bool(number)
+        float(number)
+        torch.ones(2).tolist()
+    assert reads.count >= 4
+
+
+def test_the_optimizer_s_own_state_is_not_touched_by_a_skipped_window():
+    """Neither created nor advanced."""
+    model = network()
+    optimizer = AdamW(model.parameters(), 0.1)
+    accum = Accumulator(1, optimizer=optimizer)
+    run(accum, model, data([2])[0])
+    before = str(optimizer.state_dict())
+    with contextlib.suppress(RuntimeError), accum(model):
+        accum.backward(mean_loss(model, data([2])[0]) * float("nan"))
+    assert str(optimizer.state_dict()) == before
+    assert accum.skipped == 1
