@@ -608,7 +608,7 @@ class Accumulator:
     def _fail(self, micro: MicroBatch, error: BaseException) -> None:
         """A block ended by an exception: its micro-batch does not count."""
         window = self._window
-        if window is not None and micro.began:
+        if window is not None and (micro.began or micro.settled):
             window.torn = window.torn or (
                 f"{type(error).__name__} in micro-batch {micro.index} after its backward began"
             )
