@@ -1,0 +1,273 @@
+"""README.md keeps its word: its commands are there, its code runs, its tree is the tree."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from documents import ROOT, Document
+from textbook import data, mean_loss, network, same
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset
+
+import accumplug
+from accumplug import Accumulator
+from accumplug.cli import main
+
+README = Document("README.md")
+TESTED = {
+    ("The loop, before and after", 0),
+    ("The loop, before and after", 1),
+    ("Weights", 0),
+    ("Weights", 1),
+    ("What it tells", 0),
+    ("Checkpoints inside a window", 0),
+    ("Is a larger batch worth it?", 0),
+    ("The command line", 0),
+    ("FSDP2", 0),  # in test_loops.py, on two ranks
+}
+"""What the tests below run; what is under "Beside others" is in test_loops.py."""
+
+
+def given(batches):
+    """What the loops take as known: a model, its data, an optimizer that hides nothing."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return {
+        "torch": torch,
+        "F": F,
+        "nn": nn,
+        "Accumulator": Accumulator,
+        "model": model,
+        "loader": batches,
+        "optimizer": optimizer,
+        "scheduler": StepLR(optimizer, 1, gamma=0.9),
+        "loss_fn": F.mse_loss,
+    }
+
+
+class Tokens(Dataset):
+    """Rows of token ids whose targets are partly ignored, other numbers in each row."""
+
+    def __init__(self, rows):
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randint(5, (rows, 6), generator=generator)
+        self.targets = torch.randint(5, (rows, 6), generator=generator)
+        for row in range(rows):
+            self.targets[row, : row % 6] = -100
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, row):
+        return self.inputs[row], self.targets[row]
+
+
+def token_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+
+
+def test_every_block_of_code_is_run_by_a_test():
+    """Outside of the section that test_loops.py runs, there is no block without a test."""
+    assert README.python(before="## Beside others") == TESTED
+
+
+def test_before_and_after_have_the_same_bits_in_full_windows():
+    """The loop that is shown as the old one and the new one end with equal weights."""
+    before, after = given(data([4] * 48)), given(data([4] * 48))
+    README.run("The loop, before and after", 0, **before)
+    README.run("The loop, before and after", 1, **after)
+    assert same(before["model"], after["model"])
+    assert before["scheduler"].last_epoch == after["scheduler"].last_epoch == 3
+
+
+def test_after_closes_the_tail_that_before_leaves_over():
+    """20 micro-batches in windows of 16: the new loop makes a second update, of a mean over 4."""
+    batches = data([4] * 20)
+    before, after = given(batches), given(batches)
+    README.run("The loop, before and after", 0, **before)
+    accum = README.run("The loop, before and after", 1, **after)["accum"]
+    assert (before["scheduler"].last_epoch, accum.updates, accum.last.micro_batches) == (1, 2, 4)
+
+
+def test_token_weights_give_the_mean_over_all_tokens_of_the_window():
+    """The window of the shown loop has the gradient of one batch of all rows."""
+    model, rows = token_model(), Tokens(12)
+    accum = Accumulator(steps=4)
+    README.run("Weights", 0, F=F, accum=accum, model=model, loader=DataLoader(rows, 3))
+    targets = rows.targets.flatten()
+    loss = F.cross_entropy(model(rows.inputs).flatten(0, 1), targets)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-13, atol=1e-15)
+    assert accum.last.weight == int((targets != -100).sum())
+
+
+def test_a_second_term_is_a_mean_over_micro_batches():
+    """Tokens weigh the first term, and each micro-batch counts alike in the second."""
+    model, rows = token_model(), Tokens(12)
+    loader = DataLoader(rows, 3)
+    README.run("Weights", 1, F=F, accum=Accumulator(steps=4), model=model, loader=loader)
+    first = F.cross_entropy(model(rows.inputs).flatten(0, 1), rows.targets.flatten())
+    second = sum(0.01 * model(inputs).square().mean() for inputs, _ in loader) / 4
+    expected = torch.autograd.grad(first + second, list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-13, atol=1e-15)
+
+
+def test_what_it_tells_is_printed_once_for_a_window(capsys):
+    """Two windows: two lines with the loss that plain torch gives, and two moves of the average."""
+    names = given(data([4] * 8))
+    start = copy.deepcopy(names["model"])
+    average = AveragedModel(names["model"])
+    accum = Accumulator(steps=4, optimizer=names["optimizer"])
+    README.run("What it tells", 0, accum=accum, average=average, **names)
+    lines = capsys.readouterr().out.splitlines()
+    first = sum(mean_loss(start, batch).item() for batch in names["loader"][:4]) / 4
+    assert [line.split()[0] for line in lines] == ["1", "2"]
+    assert float(lines[0].split()[1]) == pytest.approx(first, rel=1e-12)
+    assert int(average.n_averaged) == 2
+
+
+@pytest.mark.skipif(not hasattr(accumplug, "Checkpointer"), reason="there is no Checkpointer yet")
+def test_a_run_that_is_stopped_and_started_again_ends_as_one_that_never_was(tmp_path, monkeypatch):
+    """The shown loop, interrupted in mid-window and run again, has the bits of a whole run."""
+    monkeypatch.chdir(tmp_path)
+    rows = [(x[0], y[0]) for x, y in data([1] * 40)]
+
+    def run(stop_after=None):
+        torch.manual_seed(5)
+        names = given(DataLoader(rows, 1, shuffle=True))
+        names["model"] = nn.Sequential(names["model"], nn.Dropout(0.2))
+        seen = 0
+
+        def loss_fn(output, target):
+            nonlocal seen
+            seen += 1
+            if seen == stop_after:
+                signal.raise_signal(signal.SIGTERM)
+            return F.mse_loss(output, target)
+
+        found = README.run(
+            "Checkpoints inside a window", 0, **names | {"loss_fn": loss_fn}, epochs=2
+        )
+        return names["model"], found
+
+    import shutil
+    import signal
+
+    whole, _ = run()
+    shutil.rmtree("runs")
+    stopped, found = run(stop_after=53)
+    assert found["checkpoint"].interrupted
+    assert found["accum"].pending == 53 - 48 + 0 or found["accum"].pending > 0
+    assert not same(stopped, whole)
+    again, found = run()
+    assert found["position"] is not None
+    assert same(again, whole)
+
+
+def test_the_noise_scale_says_a_sentence(capsys):
+    """The shown loop prints what the estimate means for this effective batch."""
+    names = given(data([2] * 64))
+    README.run(
+        "Is a larger batch worth it?",
+        accum=Accumulator(steps=4, optimizer=names["optimizer"]),
+        **names,
+    )
+    assert capsys.readouterr().out.startswith("Gradient noise scale: ")
+
+
+def commands():
+    """The lines of the README's block of commands."""
+    return README.find("The command line", language="bash").text.splitlines()
+
+
+@pytest.mark.parametrize("line", commands())
+def test_the_commands_run(line, tmp_path, monkeypatch, capsys):
+    """Each command of the README says something and exits with 0, with what it names in place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = README.find("The command line").text
+    (tmp_path / "train.py").write_text(f"import torch\nfrom torch import nn\n\n\n{target}\n")
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    log = '{"update": 1, "loss": 2.0, "lr": 0.1}\n{"update": 2, "loss": 1.0, "lr": 0.1}\n'
+    (tmp_path / "runs" / "a" / "metrics.jsonl").write_text(log)
+    if line.startswith("accumplug inspect"):
+        if not hasattr(accumplug, "Checkpointer"):
+            pytest.skip("there is no Checkpointer yet")
+        save(tmp_path / "runs" / "a")
+    program, *arguments = shlex.split(line)
+    assert program == "accumplug"
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    try:
+        assert main(arguments) == 0
+    finally:
+        sys.modules.pop("train", None)
+    assert capsys.readouterr().out
+
+
+def save(directory):
+    """A checkpoint in mid-window, as the README's loop leaves them."""
+    names = given(data([4] * 8))
+    accum = Accumulator(steps=16, optimizer=names["optimizer"])
+    with accumplug.Checkpointer(directory, accum, model=names["model"], every=5):
+        for x, y in accum.batches(names["loader"]):
+            with accum(names["model"]):
+                accum.backward(F.mse_loss(names["model"](x), y))
+
+
+@pytest.mark.parametrize("name", ["run", "test"])
+def test_ci_finds_the_two_commands(name):
+    """The line that .ci/run takes out of README.md is one command that installs, then runs."""
+    script = (ROOT / ".ci" / "run").read_text()
+    function = re.search(r"^readme_command\(\) .*$", script, re.MULTILINE)[0]
+    found = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{function}\nreadme_command {name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=20,
+    ).stdout
+    extra, command = {
+        "run": ("recipes", "accelerate launch recipes/train.py"),
+        "test": ("test", "python -m pytest -q -n 2"),
+    }[name]
+    assert found == f'pip install -q -e ".[{extra}]" -c constraints.txt && {command}\n'
+
+
+def test_the_tree_shows_each_module_and_nothing_that_is_not_there():
+    """Each path of the annotated tree exists, and each module of the package is in it."""
+    tree = README.find("Files", language="").text.splitlines()
+    folder, shown = "", set()
+    for line in tree:
+        name, note = line.split(maxsplit=1)
+        folder = "" if not line.startswith(" ") else folder
+        shown |= {folder + name, *(folder + other for other in re.findall(r"\w+\.py", note))}
+        if name.endswith("/") and not line.startswith(" "):
+            folder = name
+    missing = [path for path in shown if not (ROOT / path).exists()]
+    assert not missing
+    for folder in ("accumplug", "recipes"):
+        modules = {f"{folder}/{path.name}" for path in (ROOT / folder).glob("[!_]*.py")}
+        assert not modules - shown, "tell of them in README.md, under Files"
+
+
+def test_links_within_the_document_arrive():
+    """Each link to a heading has that heading, in the form that renderers give it."""
+    titles = [re.sub(r"^#+ ", "", line) for line in README.lines if line.startswith("#")]
+    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    links = re.findall(r"\]\(#([^)]*)\)", "\n".join(README.lines))
+    assert links
+    assert set(links) <= anchors
