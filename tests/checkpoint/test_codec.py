@@ -269,6 +269,14 @@ def test_a_models_tensors_are_named_like_its_parameters():
     assert encode(model.state_dict(), "model").tensors.keys() == model.state_dict().keys()
 
 
+def test_names_that_would_meet_are_told_apart():
+    """Two paths with one spelling, and the name that safetensors keeps for itself."""
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    state = {"a": {"b": a}, "a.b": b, "__metadata__": c}
+    assert list(encode(state).tensors) == ["a.b", "a.b_", "__metadata___"]
+    assert_same(state, through_files(state))
+
+
 def test_numpy_scalars_become_python_numbers():
     """Equal in value; NumPy is not needed to read them."""
     state = [numpy.float32(0.1), numpy.int64(3), numpy.bool_(True), numpy.float64("nan")]

@@ -1,6 +1,7 @@
 """Whether a checkpoint is whole: every fault is found and named, none is followed."""
 
 import builtins
+import errno
 import json
 import os
 import pickle
@@ -24,9 +25,10 @@ from accumplug.checkpoint.format import (
     verify,
 )
 from accumplug.checkpoint.manifest import Manifest, name_of, order_of
-from accumplug.checkpoint.strictjson import dump_json
+from accumplug.checkpoint.strictjson import dump_json, parse_json
 from accumplug.checkpoint.write import Job
 
+PARTS = ["model", "loader"]
 FILES = ["manifest.json", "model.json", "model.safetensors", "loader.json"]
 
 
@@ -95,14 +97,19 @@ def whole(tmp_path_factory):
     return save(tmp_path_factory.mktemp("whole"), 1)
 
 
-@given(file=st.sampled_from(FILES), position=st.integers(0, 10**6), bit=st.integers(0, 7))
+@given(
+    file=st.sampled_from(FILES),
+    position=st.integers(0, 10**6),
+    bit=st.integers(0, 7),
+    mapped=st.booleans(),
+)
 @settings(max_examples=200, deadline=None)
-def test_any_flipped_bit_is_found_while_reading(whole, file, position, bit):
+def test_any_flipped_bit_is_found_while_reading(whole, file, position, bit, mapped):
     """Also without a check before: no part with a wrong byte is ever handed out."""
     flip(whole / file, position, bit)
     try:
         with pytest.raises(CheckpointError, match=rf"{whole.name}/{file}: "):
-            [read_part(open_checkpoint(whole), part) for part in ("model", "loader")]
+            [read_part(open_checkpoint(whole), part, mapped=mapped) for part in PARTS]
     finally:
         flip(whole / file, position, bit)
     assert verify(whole)
@@ -184,8 +191,7 @@ ENTRY = {"size": 2, "crc32": "00000000"}
         {"files": {"a.json": ENTRY | {"size": 5_000_000}}},
         {"files": {"a.json": ENTRY | {"crc32": 0}}},
         {"files": {"a.json": ENTRY | {"crc32": ""}}},
-        {"files": {"a.json": ENTRY, "A.json": ENTRY}},
-        {"more": 1},
+        {"files": {"A.json": ENTRY, "a.json": ENTRY}},
     ],
     ids=str,
 )
@@ -193,8 +199,33 @@ def test_a_manifest_of_wrong_types_is_refused(tmp_path, changes):
     """With a right checksum: one clear error, no crash."""
     path = save(tmp_path, 1)
     forge(path, **changes)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: "):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: (malformed|not the manifest)"):
         open_checkpoint(path)
+
+
+def test_a_manifest_with_more_in_it_is_refused(tmp_path):
+    """What no version of this format writes means that something else wrote it."""
+    path = save(tmp_path, 1)
+    forge(path, more=1)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "[1, NaN]", '{"a": 1, "a": 2}', "\xff", "01"])
+def test_json_is_strict(text):
+    """What other readers refuse or read differently is refused."""
+    with pytest.raises(CheckpointError, match=r"^x\.json: not valid JSON"):
+        parse_json(text.encode("latin-1"), Path("x.json"))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_called_so(two, make):
+    """Not just of a wrong size."""
+    path = two[1] / "model.json"
+    path.unlink()
+    make(path)
+    with pytest.raises(CheckpointError, match=r"model\.json: not a regular file"):
+        verify(two[1])
 
 
 def test_a_manifest_with_a_file_twice_is_refused(tmp_path):
@@ -248,6 +279,34 @@ def test_a_part_is_read_back(two, mapped):
     weight = read_part(checkpoint, "model", mapped=mapped)["weight"]
     assert torch.equal(weight, torch.full((3, 50), 2.0))
     assert read_part(checkpoint, "loader") == {"order": [1, 2]}
+
+
+def test_json_too_long_to_be_read_safely_is_refused(two, monkeypatch):
+    """Manifest, tree and header of a tensor file: by the size of the file, before it is read."""
+    monkeypatch.setattr("accumplug.checkpoint.strictjson.MAX_JSON", 10)
+    with pytest.raises(CheckpointError, match=r"loader\.json: \d+ bytes of JSON, more than 10"):
+        read_part(open_checkpoint(two[0]), "loader")
+    monkeypatch.setattr("accumplug.checkpoint.format.MAX_JSON", 10)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: \d+ bytes of JSON, more than 10"):
+        open_checkpoint(two[0])
+
+
+def test_a_file_cut_while_it_is_read_is_named(two, monkeypatch):
+    """After its size was looked at; no endless wait for the rest."""
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: 0)
+    with pytest.raises(CheckpointError, match=r"loader\.json: ends at byte 0 while"):
+        read_part(open_checkpoint(two[0]), "loader")
+
+
+def test_a_disk_that_fails_to_read_is_named(two, monkeypatch):
+    """An error of the system is a fault of the checkpoint: the one before may be readable."""
+
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read \(Input/output"):
+        open_checkpoint(two[0])
 
 
 def test_a_part_that_is_not_there_is_named_with_those_that_are(two):

@@ -1,6 +1,7 @@
 """safetensors files: the same format as the library's, and nothing hostile gets through."""
 
 import json
+import os
 import pickle
 import tracemalloc
 import zlib
@@ -63,6 +64,28 @@ def test_tensors_start_where_torch_would_put_them(tmp_path, mapped):
     entry = write_tensors(tmp_path / "t", some_tensors())
     tensors = read_tensors(tmp_path / "t", entry, mapped=mapped)
     assert all(t.data_ptr() % 64 == 0 for t in tensors.values() if t.numel())
+
+
+def test_whole_cache_lines_start_at_one_in_the_file(tmp_path):
+    """So that a mapped tensor needs no copy; the odd ones come last."""
+    write_tensors(tmp_path / "t", some_tensors() | {"last": torch.zeros(32)})
+    data = (tmp_path / "t").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    spans = [item["data_offsets"] for item in json.loads(data[8 : 8 + size]).values()]
+    assert all((8 + size + a) % 64 == 0 for a, b in spans if (b - a) % 64 == 0)
+    assert sum((b - a) % 64 == 0 for a, b in spans) > 2
+
+
+def test_short_reads_are_gone_on_from(tmp_path, monkeypatch):
+    """The system may give less than was asked for, in the middle of a tensor."""
+    entry = write_tensors(tmp_path / "t", some_tensors())
+    preadv = os.preadv
+
+    def short(file, views, offset):
+        return preadv(file, [views[0][:1000]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert_equal(read_tensors(tmp_path / "t", entry), some_tensors())
 
 
 def test_writing_to_a_mapped_tensor_leaves_the_file_alone(tmp_path):
