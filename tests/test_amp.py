@@ -81,6 +81,47 @@ def test_fp16_autocast_with_equal_weights_has_the_bits_of_the_textbook(weight, m
     assert same(ours, theirs)
 
 
+def test_a_loss_that_is_itself_fp16_has_the_bits_of_the_textbook():
+    """The division and the scale meet in fp16 there."""
+    models = network(torch.float32), network(torch.float32)
+    scaler, reference = scaler_of(), scaler_of()
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.float16):
+            out = model(batch[0]).pow(2).mean().reshape(1)
+        assert out.dtype == torch.float16
+        return out
+
+    accum = Accumulator(3, optimizer=SGD(models[0].parameters(), 0.1), scaler=scaler)
+    optimizer = SGD(models[1].parameters(), 0.1)
+    for number, batch in enumerate(data([4] * 9, torch.float32), 1):
+        with accum(models[0]):
+            accum.backward(loss(models[0], batch))
+        reference.scale(loss(models[1], batch) / 3).backward()
+        if number % 3 == 0:
+            reference.step(optimizer)
+            reference.update()
+            optimizer.zero_grad()
+    assert same(*models)
+
+
+def test_a_second_term_goes_through_the_scaler_as_well():
+    """A token mean and a mean over micro-batches, unscaled together."""
+    model, got = network(torch.float32), []
+    accum = Accumulator(3, optimizer=SGD(model.parameters(), 0.0), scaler=scaler_of())
+    accum.on_update(lambda: got.append(gradients(model)))
+    batches = data([3, 1, 4], torch.float32)
+    for batch in accum.batches(batches, weigh=lambda b: len(b[0])):
+        loss = mean_loss(model, batch)
+        with accum(model):
+            accum.backward(loss, extra=loss.sqrt())
+    losses = [mean_loss(model, batch) for batch in batches]
+    main = (3 * losses[0] + losses[1] + 4 * losses[2]) / 8
+    extra = sum(loss.sqrt() for loss in losses) / 3
+    expected = torch.autograd.grad(main + extra, list(model.parameters()))
+    assert relative(got[0], expected) <= 1e-6
+
+
 def test_bf16_autocast_needs_no_scaler():
     """And has the bits of the textbook, too."""
     ours, theirs = network(torch.float32), network(torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_an_unknown_reduction_is_refused():
     model = network()
     accum, _ = watched(2, model)
     loss = mean_loss(model, data([2])[0])
-    with pytest.raises(ValueError, match='is "mean" or "sum"; got .none'), accum(model):
+    with pytest.raises(ValueError, match=r'is "mean" or "sum"; got .none'), accum(model):
         accum.backward(loss, reduction="none")
 
 
@@ -287,7 +288,6 @@ def test_an_exception_in_a_block_that_adds_nothing_tears_nothing(how):
     assert relative(got[0], big_batch(model, batches)) <= 1e-15
 
 
-@pytest.mark.xfail(strict=True, reason="the sum stays rescaled by the close that did not happen")
 @pytest.mark.parametrize("how", ["weight 0", "skip"])
 def test_an_exception_in_a_closing_block_that_adds_nothing_is_no_silent_rescaling(how):
     """The sum is finished by then: either it is torn, or the next close is right all the same."""
@@ -332,6 +332,88 @@ def test_an_exception_in_the_hook_of_an_update_leaves_a_closed_window():
     assert all(p.grad is None for p in model.parameters())
     run(accum, model, batches[1])
     assert accum.updates == 2
+
+
+@pytest.mark.xfail(strict=True, reason="the window stays open with more micro-batches than planned")
+@pytest.mark.parametrize("who", ["optimizer", "scheduler", "scaler"])
+def test_an_exception_in_the_close_itself_tears_the_window(who):
+    """Out of memory in the first step, when AdamW makes its state: nothing goes on by accident."""
+    model = network(torch.float32)
+    optimizer = SGD(model.parameters(), 0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    accum, got = Accumulator(2, optimizer=optimizer, scheduler=scheduler, scaler=scaler), []
+    accum.on_update(lambda: got.append(gradients(model)))
+    batches = data([2] * 2, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        target, name = {
+            "optimizer": (optimizer, "step"),
+            "scheduler": (scheduler, "step"),
+            "scaler": (scaler, "update"),
+        }[who]
+
+        def fails(*_):
+            raise MemoryError
+
+        patch.setattr(target, name, fails)
+        run(accum, model, batches[0])
+        with pytest.raises(MemoryError):
+            run(accum, model, batches[1])
+    with pytest.raises(TornWindowError, match="MemoryError"):
+        run(accum, model, batches[0])
+    accum.discard()
+    for batch in batches:
+        run(accum, model, batch)
+    assert relative(got[-1], big_batch(model, batches)) <= 1e-6
+    assert accum.last.micro_batches == 2
+
+
+@pytest.mark.xfail(strict=True, reason="rescaled only when the block ends, after the loop's step")
+def test_a_step_in_a_closing_block_of_weight_zero_without_backward_is_right():
+    """Nothing to go back from, but the window closes here: the mean of the micro-batch before."""
+    model = network()
+    optimizer, accum = SGD(model.parameters(), 1.0), Accumulator(2)
+    (batch,) = data([2])
+    expected = [
+        p - g for p, g in zip(network().parameters(), big_batch(model, [batch]), strict=True)
+    ]
+    for weight in (1, 0):
+        with accum(model, weight=weight) as micro:
+            if weight:
+                accum.backward(mean_loss(model, batch))
+            if micro.closes:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert relative(list(model.parameters()), expected) <= 1e-15
+
+
+def test_a_block_leaves_no_graph_behind():
+    """No buffering: when the loop lets go of its loss, the graph is gone."""
+    alive = weakref.WeakSet()
+
+    class Held(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.what = Anything()
+            alive.add(ctx.what)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Anything:
+        pass
+
+    model = network()
+    accum, _ = watched(8, model)
+    blocks = []
+    for batch in data([2] * 4):
+        with accum(model) as micro:
+            micro.backward(Held.apply(mean_loss(model, batch)))
+        blocks.append(micro)
+    assert len(blocks) == accum.pending == 4
+    assert len(alive) == 0
 
 
 # -- what a loop does to an open window ------------------------------------------------------
@@ -408,7 +490,7 @@ def test_a_step_of_the_loop_is_refused_where_accum_takes_it(where):
                 optimizer.step()
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match="leave optimizer.step.. out of the loop"):
+    with pytest.raises(RuntimeError, match=r"leave optimizer\.step\(\) out of the loop"):
         loop()
     assert torch.equal(model[0].weight, network()[0].weight)
 

@@ -372,6 +372,48 @@ def test_flush_in_a_window_that_was_looked_at_ahead_is_a_mean_over_what_ran():
     assert relative(got[0], big_batch(model, batches[:2])) <= 1e-15
 
 
+def test_flush_in_the_middle_of_a_pass_starts_the_next_window_there():
+    """Two, then four, then the tail."""
+    model, found = network(), []
+    accum = Accumulator(4, optimizer=still(model))
+    accum.on_update(lambda: found.append(accum.last.micro_batches))
+    for place, batch in enumerate(accum.batches(data([2] * 7))):
+        with accum(model):
+            accum.backward(mean_loss(model, batch))
+        if place == 1:
+            accum.flush()
+    assert found == [2, 4, 1]
+
+
+def test_reducing_every_micro_batch_changes_no_bit_on_one_rank():
+    """There is nobody to reduce with."""
+    models = []
+    for sync in ("last", "every"):
+        model = network()
+        accum = Accumulator(3, optimizer=SGD(model.parameters(), 0.1), sync=sync)
+        for batch in accum.batches(data([3, 1, 4, 1, 5])):
+            with accum(model, weight=len(batch[0])):
+                accum.backward(mean_loss(model, batch))
+        models.append(model)
+    assert same(*models)
+
+
+def test_the_weight_of_a_backward_is_that_of_its_micro_batch():
+    """Said at the block, at the backward, or nowhere: 1."""
+    model, got = network(), []
+    accum = Accumulator(3, optimizer=still(model))
+    accum.on_update(lambda: got.append(gradients(model)))
+    batches = data([2] * 3)
+    with accum(model, weight=5):
+        accum.backward(mean_loss(model, batches[0]))
+    with accum(model) as micro:
+        micro.backward(mean_loss(model, batches[1]), weight=3)
+    with accum(model):
+        accum.backward(mean_loss(model, batches[2]))
+    assert relative(got[0], weighted(model, batches, [5, 3, 1])) <= 1e-15
+    assert accum.last.weight == 9.0
+
+
 def test_discard_throws_the_window_away():
     """Its gradient, its weight, its place in the count of the window."""
     model, got = network(), []

@@ -362,13 +362,13 @@ def test_no_sync_is_restored_after_an_exception():
     ddp = DistributedDataParallel(network())
     accum = Accumulator(2)
 
-    def block():
+    def block(ddp):
         with accum(ddp):
             assert not ddp.require_backward_grad_sync
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        block()
+        block(ddp)
     assert ddp.require_backward_grad_sync
     del ddp
 
