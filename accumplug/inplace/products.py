@@ -1,0 +1,155 @@
+"""The two operations whose weight gradient can be added to a sum without a copy of its size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from accumplug.inplace.sums import Part, Sum
+
+PIECE = 2**20  # elements of the largest temporary where a product and its sum differ in dtype
+
+
+class Product(torch.autograd.Function):
+    """y = x @ matrix + bias, where x is 2-D and the matrix is the weight or its transpose.
+
+    `low` is the weight in autocast's dtype, or None. The same tensors are saved, in the
+    same order, as by torch's own addmm and mm (2.13): activation checkpointing pairs what a
+    forward and its recomputation save by their order alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        total: Sum | Part,
+        transposed: bool,
+        weight: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+    ) -> Tensor:
+        with DisableTorchFunctionSubclass():
+            used = weight if low is None else low
+            matrix = used.t() if transposed else used
+            y = x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)
+        ctx.total, ctx.weight, ctx.transposed = total, weight, transposed
+        ctx.biased = bias is not None
+        saved = matrix if x.requires_grad else None
+        ctx.save_for_backward(*((x, saved) if ctx.biased else (saved, x)))
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return (None,) * 6
+        # A checkpoint recomputes while these are read: outside of the block below.
+        x, matrix = ctx.saved_tensors if ctx.biased else ctx.saved_tensors[::-1]
+        _, _, _, for_x, for_bias, _ = ctx.needs_input_grad
+        with DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled():  # create_graph: the saved matrix has no history
+                weight = ctx.weight.to(x.dtype)
+                matrix = weight.t() if ctx.transposed else weight
+            left, right = (dy.t(), x) if ctx.transposed else (x.t(), dy)
+            dw = _deliver(
+                ctx,
+                lambda total: add_product(total, left, right),
+                lambda: left.mm(right),
+            )
+            dx = dy.mm(matrix.t()) if for_x else None
+            return None, None, dw, dx, dy.sum(0) if for_bias else None, None
+
+
+class Lookup(torch.autograd.Function):
+    """y = weight[ids]; the row of `padding_idx` (-1 for none) gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Sum | Part, weight: Tensor, ids: Tensor, padding_idx: int
+    ) -> Tensor:
+        ctx.total, ctx.rows, ctx.padding_idx = total, weight.shape[0], padding_idx
+        ctx.save_for_backward(ids)
+        ctx.set_materialize_grads(False)
+        with DisableTorchFunctionSubclass():
+            return torch.embedding(weight, ids, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return (None,) * 4
+        (ids,) = ctx.saved_tensors
+        with DisableTorchFunctionSubclass():
+            dw = _deliver(
+                ctx,
+                lambda total: add_rows(total, ids, dy, ctx.padding_idx),
+                lambda: torch.ops.aten.embedding_dense_backward(
+                    dy, ids, ctx.rows, ctx.padding_idx, False
+                ),
+            )
+            return None, dw, None, None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with no temporary of the size of `total`.
+
+    torch (2.13) has no GEMM on the CPU that adds a half precision product to an fp32
+    matrix, so that one goes a few rows at a time, each piece small enough to stay in the
+    cache. In fp16, which is not done in hardware there, it is multiplied in fp32.
+    """
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+    elif left.dtype is torch.float16 and total.is_cpu:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    else:
+        rows = max(1, PIECE // right.shape[1])
+        for piece, factor in zip(torch.split(total, rows), torch.split(left, rows), strict=True):
+            piece.add_(factor.mm(right))
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor, padding_idx: int) -> None:
+    """total[ids] += rows, in an order that is the same in every run."""
+    ids = ids.reshape(-1)
+    rows = rows.reshape(ids.shape[0], -1).to(total.dtype)
+    if padding_idx >= 0:
+        rows = rows.masked_fill((ids == padding_idx).unsqueeze(1), 0)
+    if total.is_cpu:
+        total.index_add_(0, ids, rows)
+    else:  # index_add_ is atomic there; index_put_ sorts
+        total.index_put_((ids,), rows, accumulate=True)
+
+
+def _deliver(
+    ctx: Any, add: Callable[[Tensor], None], gradient: Callable[[], Tensor]
+) -> Tensor | None:
+    """Add the gradient in place, or return it for autograd, or neither if nobody wants it.
+
+    The weight is the first tensor each Function here is given, so its edge is the first.
+    """
+    total = ctx.total.sum
+    wanted = _accumulates(ctx.next_functions[0][0])
+    if wanted is False or (wanted and not total.weight.requires_grad):
+        return None
+    target = ctx.total.target() if wanted and not torch.is_grad_enabled() else None
+    if target is None:
+        return gradient()
+    add(target)
+    total.added += 1
+    return None
+
+
+def _accumulates(node: Any) -> bool | None:
+    """Whether this backward adds to the weight's `.grad`; None if autograd.grad asked for it.
+
+    Private in torch 2.13: `_will_engine_execute_node` knows of `backward(inputs=...)`, and
+    refuses a leaf that autograd.grad captures, with a RuntimeError.
+    """
+    while node.next_functions:  # from a view down to its weight
+        node = node.next_functions[0][0]
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None

@@ -1,0 +1,127 @@
+"""Where a weight's running sum lies, and whether it may be added to in place right now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NO_SUM = "no sum yet: a window's first gradient is kept as it is"
+
+Destination = Callable[[Tensor], "Tensor | str"]
+
+
+def ordinary_sum(weight: Tensor) -> Tensor | str:
+    """The running sum as torch keeps it, in `.grad`, or why nothing may be added to it."""
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "a hook on the weight has to see each gradient"
+    return NO_SUM if weight.grad is None else weight.grad
+
+
+class Sum:
+    """One weight and the running sum of its gradient.
+
+    `open`: whether a micro-batch is running that may add to it. `opened` counts those;
+    `added` counts the gradients that went straight into the sum; `fallback` says why the
+    last one that did not was left to autograd.
+    """
+
+    def __init__(self, weight: Tensor, destination: Destination = ordinary_sum) -> None:
+        self.sum = self
+        self.weight = weight
+        self.destination = destination
+        self.open = False
+        self.opened = 0
+        self.added = 0
+        self.fallback: str | None = None
+        self._stream: Any = None
+        self._low: tuple[int, Tensor] | None = None
+
+    def refusal(self) -> str | None:
+        """Why no gradient can be added in place at this moment; None if it can."""
+        if type(self.weight) is not torch.nn.Parameter:
+            return f"its weight is a {type(self.weight).__name__}"
+        if not self.weight.requires_grad:
+            return "frozen"
+        target = self.destination(self.weight)
+        return target if isinstance(target, str) else _misfit(target, self.weight)
+
+    def start(self) -> None:
+        """A micro-batch begins that may add to the sum."""
+        self.open = True
+        self.opened += 1
+        self._stream = _stream(self.weight)
+
+    def end(self) -> None:
+        """Nothing is added in place from here on, and nothing is kept."""
+        self.open = False
+        self._stream = self._low = None
+
+    def target(self) -> Tensor | None:
+        """The tensor to add to, found at backward time; None: leave it to autograd.
+
+        On another CUDA stream than that of the caller the order of the additions would be
+        autograd's business.
+        """
+        if not self.open or _stream(self.weight) != self._stream:
+            return None
+        target = self.destination(self.weight)
+        if isinstance(target, str) or _misfit(target, self.weight):
+            return None
+        return target
+
+    def in_dtype(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The weight in autocast's dtype, cast once a micro-batch as autocast does."""
+        if weight.dtype is dtype:
+            return None
+        if self._low is None or self._low[0] != weight._version or self._low[1].dtype is not dtype:
+            self._low = (weight._version, weight.detach().to(dtype))
+        return self._low[1]
+
+
+class Part:
+    """The sum behind a view of a weight (a transpose, a slice): the same view of the sum.
+
+    The view is `function(weight, *args, **kwargs)`, or the item `index` of several.
+    """
+
+    def __init__(
+        self,
+        of: Sum | Part,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        index: int | None = None,
+    ) -> None:
+        self.of = of
+        self.sum: Sum = of.sum
+        self._view = (function, args, kwargs, index)
+
+    def target(self) -> Tensor | None:
+        """The same as `Sum.target`, of this part."""
+        target = self.of.target()
+        if target is None:
+            return None
+        function, args, kwargs, index = self._view
+        view = function(target, *args, **kwargs)
+        return view if index is None else view[index]  # type: ignore[no-any-return]
+
+    def in_dtype(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The view in autocast's dtype, cast at each use as autocast does with views."""
+        return None if weight.dtype is dtype else weight.detach().to(dtype)
+
+
+def _stream(weight: Tensor) -> Any:
+    return torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+
+
+def _misfit(target: Tensor, weight: Tensor) -> str | None:
+    if target.layout is not torch.strided or type(target) is not Tensor:
+        return f"its gradient is a {type(target).__name__}, {target.layout}"
+    if target.shape != weight.shape or target.device != weight.device:
+        return "its gradient has another shape or device"
+    if target.dtype not in (weight.dtype, torch.float32):
+        return f"its gradient is {target.dtype}, the weight {weight.dtype}"
+    return "its gradient is part of a graph" if target.requires_grad else None
