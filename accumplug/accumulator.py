@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from accumplug import refuse, sharded
 from accumplug.batches import Feed, Keeper, iterate
 from accumplug.close import unscaled
+from accumplug.inplace import InplaceGradients, InplaceReport
 from accumplug.micro import MicroBatch
 from accumplug.noise import NoiseScale
 from accumplug.options import Options
@@ -59,6 +60,8 @@ class Accumulator:
             micro-batch).
         accumulate_dtype: torch.float32: the running sum, its reduction and the clip are in fp32
             where parameters are bf16 or fp16; the optimizer gets it rounded once.
+        inplace: add the gradient of large Linear and Embedding weights straight into `.grad`, from
+            the second micro-batch of a window on; `inplace_report()` says which ones.
         nonfinite: "skip_window" (no update on a non-finite gradient; with a scaler, its own
             rule), "skip_micro_batch" (leave out the micro-batch and its weight; waits for the
             device in each), or "raise".
@@ -87,8 +90,6 @@ class Accumulator:
         nonfinite: str = "skip_window",
         process_group: Any = None,
     ) -> None:
-        if inplace:
-            raise ValueError("inplace is not supported yet")
         self.steps = steps
         self._options = options = Options.check(
             optimizer,
@@ -116,6 +117,8 @@ class Accumulator:
         self._losses = LossSum()
         self._others = Foreign()
         self._warned = False
+        self._inplace = inplace
+        self._server: InplaceGradients | None = None
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
         self._feed: Feed | None = None
@@ -291,6 +294,10 @@ class Accumulator:
         self._sum.clear()
         self._sum.narrow()
 
+    def inplace_report(self) -> InplaceReport:
+        """Which modules `inplace=True` has served so far, and why it has not served the others."""
+        return InplaceReport() if self._server is None else self._server.report()
+
     def on_update(self, function: F) -> F:
         """Let `function()` run after each real update, never after a skipped one.
 
@@ -376,6 +383,8 @@ class Accumulator:
         refuse.warn_lonely_process()
         self._sum.add(model)
         self._check_sharded(model)
+        if self._inplace:
+            self._server = InplaceGradients(*self._sum.models)
         if self._window is None:  # what other losses have left in it is not of this window
             for parameter in model.parameters():
                 parameter.grad = None
@@ -455,6 +464,11 @@ class Accumulator:
             and self._options.nonfinite != "skip_micro_batch"
             and self._wide is None
         )
+
+    def _serves(self, micro: MicroBatch) -> InplaceGradients | None:
+        """What adds gradients in place in this micro-batch: not where DDP has to see each one."""
+        reducing = micro.reduces and micro.replicas
+        return None if reducing or micro.roots or micro.index == 0 else self._server
 
     def _foreign(self) -> Foreign:
         """What belongs to the other Accumulators and not to this one."""

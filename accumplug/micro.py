@@ -167,6 +167,9 @@ class MicroBatch:
         self.roots = accum._sum.roots(self.models)
         if self.replicas or self.roots or accum._foreign().replicas:
             self._defer()
+        if (server := accum._serves(self)) is not None and not self.virtual:
+            self._deferred = self._deferred or ExitStack()
+            self._deferred.enter_context(server.micro_batch())
         accum._micro = self
         if accum._loop is not None and not self.virtual:
             try:
