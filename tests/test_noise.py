@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -68,6 +69,19 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
             noise.update(*window)
         held += noise.estimate.low <= TRUE <= noise.estimate.high
     assert held >= 90
+
+
+def test_the_ends_of_the_interval_are_fiellers():
+    """At either end R, mean(trace - R |G|^2) is just 2.093 standard errors from 0 (t, 19)."""
+    noise, estimates = NoiseScale(decay=1 - 1e-12), []
+    for small, big, b, c in windows_of_a_linear_model(MEAN, DEVIATION, 4, 4, 20, seed=7):
+        noise.update(small, big, b, c)
+        estimates.append(((small - big) / (1 / b - 1 / c), (c * big - b * small) / (c - b)))
+    now = noise.estimate
+    for end in (now.low, now.high):
+        gaps = [trace - end * gradient_sq for trace, gradient_sq in estimates]
+        error = statistics.stdev(gaps) / math.sqrt(20)
+        assert abs(statistics.fmean(gaps)) / error == pytest.approx(2.093, rel=2e-3)
 
 
 def test_smoothing_is_the_bias_corrected_average_of_numerator_and_denominator():

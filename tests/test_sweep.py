@@ -100,6 +100,50 @@ def test_every_row_starts_from_the_same_weights():
         assert row.avg_loss == pytest.approx(float(CRITERION(model(x), y).detach()), rel=1e-5)
 
 
+def test_no_row_knows_of_the_rows_before_it():
+    """Training hard, the row of 3 steps has the losses that it has alone."""
+
+    def row_of_three(accum_steps):
+        model, micro_batches = small()
+        curve = sweep_effective_batches(
+            model,
+            micro_batches[:1],
+            CRITERION,
+            accum_steps=accum_steps,
+            num_steps=3,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+            output_dir=None,
+        )
+        return curve.rows[-1].avg_loss
+
+    assert row_of_three((1, 3)) == pytest.approx(row_of_three((3,)), rel=1e-5)
+
+
+def test_the_limit_is_the_time_of_one_pass():
+    """A forward pass of 10 ms and nothing else: windows of 4 come near the limit, 400 items/s."""
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 1)
+
+        def forward(self, x):
+            time.sleep(0.01)
+            return self.inner(x)
+
+    curve = sweep_effective_batches(
+        Slow(),
+        [torch.ones(4, 4)],
+        lambda model, batch: model(batch).mean(),
+        accum_steps=(4,),
+        num_steps=12,
+        output_dir=None,
+    )
+    (row,) = curve.rows
+    assert 0.6 < row.share_of_limit < 1.4
+    assert 100 < row.limit_samples_per_sec < 400
+
+
 def test_a_slow_optimizer_shows_in_the_rest_and_is_amortised():
     """A step that sleeps 20 ms costs that much an update: in `rest`, and in the sentence."""
 
