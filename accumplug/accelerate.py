@@ -44,6 +44,7 @@ class AccelerateLoop:
         """Whether an optimizer of the loop has stepped in the closing block."""
         self._clipped: tuple[float, float] | None = None
         self._state = accelerator.gradient_state
+        self._finish: Callable[[], None] = _nothing
         self._kept: dict[str, Any] = {}
         self._sync_before = True
         self._step_seen: int | None = accelerator.step
@@ -67,8 +68,12 @@ class AccelerateLoop:
         """The models that were prepared."""
         return list(self.accelerator._models)
 
-    def enter(self, closes: bool) -> None:
-        """Put the Accelerator into the state of a micro-batch."""
+    def enter(self, closes: bool, finish: Callable[[], None]) -> None:
+        """Put the Accelerator into the state of a micro-batch.
+
+        `finish` runs before the loop clips or steps in one that closes.
+        """
+        self._finish = finish
         if self._step_seen is not None and self.accelerator.step != self._step_seen:
             raise RuntimeError(
                 f"accelerator.accumulate was used beside accum (accelerator.step went from "
@@ -80,6 +85,7 @@ class AccelerateLoop:
             self._refuse_shared_scaler()
             self.grad_norm, self.stepped, self._clipped = None, False, None
             self._watch_steps()
+            self.before_step(finish)
         attributes = vars(self.accelerator)
         patches = self._closing if closes else self._open
         self._kept = {name: attributes.get(name, _MISSING) for name in patches}
@@ -179,6 +185,7 @@ class AccelerateLoop:
         self._state._set_sync_gradients(True)
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        self._finish()
         self._clipped = (float(max_norm), float(norm_type))
         norm = Accelerator.clip_grad_norm_(self.accelerator, parameters, max_norm, norm_type)
         self.grad_norm = norm.detach().clone() if isinstance(norm, Tensor) else norm

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from accumplug import refuse, sharded
-from accumplug.batches import Feed, Keeper, iterate
-from accumplug.close import unscaled
+from accumplug.batches import Feed, Keeper, Pass, iterate
+from accumplug.close import forget_unscaled, unscaled
 from accumplug.inplace import InplaceGradients, InplaceReport
 from accumplug.micro import MicroBatch
 from accumplug.noise import NoiseScale
@@ -262,7 +262,7 @@ class Accumulator:
                 "others' steps; if the ranks' data end at different times, batches will raise",
                 stacklevel=2,
             )
-        return iterate(self, loader, weigh)
+        return Pass(self, iterate(self, loader, weigh))
 
     def flush(self) -> bool:
         """Close a started window now, reducing over the ranks; all of them have to call it.
@@ -291,6 +291,8 @@ class Accumulator:
         if self.pending and (plan := self._plan()) is not None:
             plan.discarded = True
         self._forget_window()
+        if self._scaler is not None:
+            forget_unscaled(self._scaler, self._options.optimizers)
         self._sum.clear()
         self._sum.narrow()
 
@@ -381,13 +383,11 @@ class Accumulator:
     def _see(self, model: nn.Module) -> None:
         refuse.refuse_model(model, self._ranks)
         refuse.warn_lonely_process()
+        self._sum.clear_new(model)
         self._sum.add(model)
         self._check_sharded(model)
         if self._inplace:
             self._server = InplaceGradients(*self._sum.models)
-        if self._window is None:  # what other losses have left in it is not of this window
-            for parameter in model.parameters():
-                parameter.grad = None
 
     def _check_sharded(self, model: nn.Module) -> None:
         """Options that a `fully_shard` model can't be made right with."""
@@ -526,7 +526,11 @@ class Accumulator:
             window.index += 1
             self.micro_batches += not micro.absent
         if micro.ends:
-            self._close(micro, window)
+            try:
+                self._close(micro, window)
+            except BaseException as error:
+                window.torn = window.torn or f"{type(error).__name__} in its close"
+                raise
         elif window.index == 0:
             self._window = None
         if micro.at_end:

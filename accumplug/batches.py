@@ -45,6 +45,25 @@ class Keeper(Protocol):
         """The loop has come back for another item; whether the pass is to end."""
 
 
+class Pass(Iterator[T]):
+    """A pass that knows its end, as Accelerate's loaders do, so that others need not look ahead."""
+
+    def __init__(self, accum: Accumulator, items: Iterator[T]) -> None:
+        self._accum = accum
+        self._items = items
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._items)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the item in hand is the last one."""
+        return self._accum._feed is not None and self._accum._feed.last
+
+
 class _Stopped(Exception):
     """The pass ends here, on all ranks, because they were told to."""
 
@@ -195,6 +214,7 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
         _pause(accum)
         plan.left = 0
         accum._join()
+    before = accum.micro_batches
     for item in window:
         _pause(accum, feed)
         plan.left -= 1
@@ -202,10 +222,11 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
         if plan.discarded:
             accum.position += plan.left
             break
-    if accum.pending:
+    ran = accum.micro_batches - before
+    if accum.pending or (ran != len(window) and not plan.discarded):
         raise RuntimeError(
-            f"weigh= counted {len(plan.weights)} micro-batches for this window, but only "
-            f"{accum.pending} blocks were run; let weigh return 0 for what the loop leaves out"
+            f"weigh= counted {len(plan.weights)} micro-batches for this window, but {ran} blocks "
+            f"were run; one block an item, and let weigh return 0 for what the loop leaves out"
         )
 
 

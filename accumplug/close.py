@@ -168,6 +168,13 @@ def unscaled(scaler: Any) -> bool:
     return any(state["stage"].name != "READY" for state in list(states.values()))
 
 
+def forget_unscaled(scaler: Any, optimizers: Iterable[Optimizer]) -> None:
+    """Let `scaler` unscale `optimizers` again: the gradients it has unscaled are thrown away."""
+    states = _states(scaler) or {}
+    for optimizer in optimizers:
+        states.pop(id(optimizer), None)
+
+
 def _explain(norm: float, scaler: Any) -> str:
     hint = ""
     if scaler is not None:

@@ -173,10 +173,12 @@ class MicroBatch:
         accum._micro = self
         if accum._loop is not None and not self.virtual:
             try:
-                accum._loop.enter(self.ends)
+                accum._loop.enter(self.ends, self._stand_in_early)
             except BaseException as error:
                 self.__exit__(type(error), error, None)
                 raise
+        if self.ends and not (self.replicas or self.roots):
+            self._stand_in_early()  # a plain loop may step in a block that has no backward
         return self
 
     def __exit__(
@@ -236,6 +238,11 @@ class MicroBatch:
 
     def _fix_weight(self, weight: Weight | None) -> None:
         """The weight of this micro-batch: one, whoever says it."""
+        if self.finished and not self._backwards and weight is not None and self.weight == 0:
+            raise ValueError(
+                f"this micro-batch closes the window with the weight 0, and now has {weight}; a "
+                f"micro-batch has one weight"
+            )
         plan = self._accum._plan()
         said = self.weight if weight is None else check_weight(weight)
         known = self.weight if self._backwards else plan and plan.weights[self.index]
@@ -309,6 +316,11 @@ class MicroBatch:
                     lambda module, _: self._awaited.discard(id(module))
                 )
                 self._deferred.callback(handle.remove)
+
+    def _stand_in_early(self) -> None:
+        """Finish the sum before a loop steps in a block of weight 0, which needs no backward."""
+        if is_number(self.weight) and self.weight == 0 and not self._backwards and self.ends:
+            self._stand_in()
 
     def _stand_in(self) -> None:
         """Add nothing, but take part in what the other ranks do in this micro-batch."""

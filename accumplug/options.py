@@ -58,6 +58,11 @@ class Options:
         for one in optimizers:
             if not isinstance(one, Optimizer):
                 raise ValueError(f"optimizer is a torch Optimizer, got {type(one).__name__}")
+            if isinstance(one, torch.optim.LBFGS):
+                raise ValueError(
+                    "LBFGS calls for the loss again and again (a closure), which a window can't "
+                    "repeat; step it in the loop, on large batches"
+                )
         for one in schedulers:
             if not callable(getattr(one, "step", None)):
                 raise ValueError(f"scheduler has a step method; {type(one).__name__} has none")

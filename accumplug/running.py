@@ -88,6 +88,7 @@ class RunningSum:
         self._all: list[nn.Parameter] | None = None
         self._distributed = False
         self._wide = False
+        self._restored: set[int] = set()
         self._witnesses: list[tuple[nn.Parameter, Tensor, int]] = []
         RunningSum.changes += 1
 
@@ -103,6 +104,13 @@ class RunningSum:
         self._wide = False
         self._distributed = self._distributed or bool(ddps or roots)
         RunningSum.changes += 1
+
+    def clear_new(self, model: nn.Module) -> None:
+        """Forget what other losses have left in parameters that are about to belong to the sum."""
+        own = {id(p) for p in self.parameters} | self._restored
+        for parameter in model.parameters():
+            if id(parameter) not in own:
+                parameter.grad = None
 
     def refresh(self) -> None:
         """List the parameters anew: layers and parameter groups may have been added."""
@@ -170,6 +178,7 @@ class RunningSum:
             grad = sums.get(name)
             part = None if grad is None else grad.to(parameter.device)
             assign(parameter, None if part is None else sharded.like(part, parameter))
+        self._restored = {id(parameters[n.split("#")[0]]) for n in sums}
         self.mark()
 
     def scale(self, factor: Weight) -> None:

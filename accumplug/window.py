@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 Weight = Any
@@ -117,11 +117,11 @@ def is_number(weight: Weight) -> bool:
 
 def check_steps(steps: Any) -> int:
     """Return `steps`, or raise ValueError."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
         raise ValueError(
             f"steps is the number of micro-batches in a window, an int of at least 1; got {steps!r}"
         )
-    return steps
+    return int(steps)
 
 
 def check_weight(weight: Any) -> Weight:
