@@ -68,7 +68,8 @@ class InplaceGradients:
         for i, model in enumerate(models):
             prefix = f"{i}." if len(models) > 1 else ""
             for name, module, whole in _walk(model, "", None):
-                self._add(prefix + name, module, whole, destination, smallest)
+                name = prefix + (name or type(module).__name__)
+                self._add(name, module, whole, destination, smallest)
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -115,7 +116,7 @@ class InplaceGradients:
     ) -> None:
         weights: list[Tensor] = list(module.parameters(recurse=False))
         if weights:
-            self._modules[name or type(module).__name__] = weights
+            self._modules[name] = weights
         for weight in weights:
             reason = whole or _never(module, weight, smallest)
             if reason is None:

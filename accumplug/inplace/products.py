@@ -33,7 +33,7 @@ class Product(torch.autograd.Function):
         low: Tensor | None,
     ) -> Tensor:
         with DisableTorchFunctionSubclass():
-            used = weight if low is None else low
+            used = weight.detach() if low is None else low
             matrix = used.t() if transposed else used
             y = x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)
         ctx.total, ctx.weight, ctx.transposed = total, weight, transposed

@@ -1,0 +1,973 @@
+"""Gradients added in place: the same as autograd's, without the copy, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim import optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from accumplug.inplace import InplaceGradients, sums
+
+BOUND = {torch.float64: 1e-13, torch.float32: 1e-6}  # relative; what is promised
+
+
+def serve_all(*models: nn.Module, **options: Any) -> InplaceGradients:
+    """Serves small weights too."""
+    return InplaceGradients(*models, smallest=0, **options)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        n: p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def assert_near(got: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    """Each within `bound` of the expected one's norm."""
+    assert got.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert got[name].dtype is grad.dtype
+        distance = (got[name] - grad).norm() / grad.norm().clamp_min(1e-30)
+        assert distance <= bound, f"{name}: {distance}"
+
+
+def run(model: nn.Module, loss: Callable[[nn.Module, int], Tensor], served: bool) -> Any:
+    """Three micro-batches of a window; the losses, and the gradients."""
+    serve = serve_all(model)
+    losses = []
+    for index in range(3):
+        torch.manual_seed(index)
+        if served:
+            with serve.micro_batch():
+                value = loss(model, index)
+                value.backward()
+        else:
+            value = loss(model, index)
+            value.backward()
+        losses.append(value.detach())
+    return losses, gradients(model), serve.report()
+
+
+class Lambda(nn.Module):
+    """A module with parts and a forward that is given as a function of both."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+        self._forward = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
+
+
+class Conv1D(nn.Module):
+    """As in Transformers (pytorch_utils.py): a Linear with its weight the other way round."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.out = out
+        self.weight = nn.Parameter(torch.randn(width, out))
+        self.bias = nn.Parameter(torch.randn(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return y.view(*x.size()[:-1], self.out)
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(8, 2, bias=False)
+        self.up = nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head, by one of several ways to write it."""
+
+    def __init__(self, head: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.head = head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids).tanh(), self.embedding.weight)
+
+
+def tied_linear() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def attention(**options: Any) -> nn.Module:
+    return nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+
+def hidden(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*(shape or (3, 5, 8)), requires_grad=True)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (3, 5))
+
+
+def twice(model: Any, x: Tensor) -> Tensor:
+    return model.a(model.a(x).tanh())
+
+
+ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], set[str]]] = {
+    "linear": (lambda: nn.Linear(8, 4), hidden(5, 8), {"Linear"}),
+    "linear of 3-D": (lambda: nn.Linear(8, 4), hidden(), {"Linear"}),
+    "linear of 4-D, no bias": (lambda: nn.Linear(8, 4, bias=False), hidden(2, 3, 5, 8), {"Linear"}),
+    "linear of a vector": (lambda: nn.Linear(8, 4), hidden(8), set()),
+    "linear of nothing": (lambda: nn.Linear(8, 4), hidden(0, 8), {"Linear"}),
+    "transposed input": (
+        lambda: Lambda(lambda m, x: m.a(x.transpose(1, 2)), a=nn.Linear(5, 4)),
+        hidden(),
+        {"a"},
+    ),
+    "in-place activation": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+        hidden(),
+        {"0", "2"},
+    ),
+    "twice in a forward": (lambda: Lambda(twice, a=nn.Linear(8, 8)), hidden(), {"a"}),
+    "Conv1D": (
+        lambda: nn.Sequential(Conv1D(8, 24), nn.Tanh(), Conv1D(24, 8)),
+        hidden(),
+        {"0", "2"},
+    ),
+    "embedding": (lambda: nn.Embedding(11, 8), tokens, {"Embedding"}),
+    "padded embedding": (lambda: nn.Embedding(11, 8, padding_idx=3), tokens, {"Embedding"}),
+    "padded from the end": (lambda: nn.Embedding(11, 8, padding_idx=-1), tokens, {"Embedding"}),
+    "sparse embedding": (lambda: nn.Embedding(11, 8, sparse=True), tokens, set()),
+    "max_norm": (lambda: nn.Embedding(11, 8, max_norm=0.5), tokens, set()),
+    "scaled by frequency": (lambda: nn.Embedding(11, 8, scale_grad_by_freq=True), tokens, set()),
+    "bag": (lambda: nn.EmbeddingBag(11, 8), tokens, set()),
+    "tied modules": (tied_linear, tokens, {"0", "2"}),
+    "tied by F.linear": (lambda: Tied(F.linear), tokens, {"embedding"}),
+    "tied by @ T": (lambda: Tied(lambda h, w: h @ w.T), tokens, {"embedding"}),
+    "tied by t()": (lambda: Tied(lambda h, w: torch.matmul(h, w.t())), tokens, {"embedding"}),
+    "tied, a part": (lambda: Tied(lambda h, w: h @ w[2:9].transpose(0, 1)), tokens, {"embedding"}),
+    "tied by einsum": (
+        lambda: Tied(lambda h, w: torch.einsum("btd,vd->btv", h, w)),
+        tokens,
+        {"embedding"},
+    ),
+    "attention": (
+        lambda: Lambda(lambda m, x: m.a(x, x, x)[0], a=attention()),
+        hidden(),
+        {"a", "a.out_proj"},
+    ),
+    "attention with fewer results": (
+        lambda: Lambda(lambda m, x: m.a(x, x, x, need_weights=False)[0], a=attention(bias=False)),
+        hidden(),
+        {"a", "a.out_proj"},
+    ),
+    "cross attention": (
+        lambda: Lambda(lambda m, x: m.a(x, 2 * x[:, :2], 2 * x[:, :2])[0], a=attention()),
+        hidden(),
+        {"a", "a.out_proj"},
+    ),
+    "attention, one memory": (
+        lambda: Lambda(lambda m, x: (lambda kv: m.a(x, kv, kv)[0])(2 * x[:, :2]), a=attention()),
+        hidden(),
+        {"a", "a.out_proj"},
+    ),
+    "attention of other widths": (
+        lambda: Lambda(lambda m, x: m.a(x, x[..., :6], x[..., :4])[0], a=attention(kdim=6, vdim=4)),
+        hidden(),
+        {"a", "a.out_proj"},
+    ),
+    "transformer layer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        hidden(),
+        {"self_attn", "self_attn.out_proj", "linear1", "linear2"},
+    ),
+    "decoder layer": (
+        lambda: Lambda(lambda m, x: m.a(x, 2 * x), a=nn.TransformerDecoderLayer(8, 2, 16)),
+        hidden(),
+        {
+            *("a.self_attn", "a.self_attn.out_proj", "a.multihead_attn"),
+            *("a.multihead_attn.out_proj", "a.linear1", "a.linear2"),
+        },
+    ),
+    "packed, in chunks": (
+        lambda: Lambda(
+            lambda m, x: sum(F.linear(x, w) for w in m.w.chunk(3)), w=torch.randn(24, 8)
+        ),
+        hidden(),
+        {"Lambda"},
+    ),
+    "experts": (
+        lambda: Lambda(lambda m, x: x[0] @ m.w[0] + x[1] @ m.w[1], w=torch.randn(2, 8, 4)),
+        hidden(),
+        {"Lambda"},
+    ),
+    "experts in a batch": (
+        lambda: Lambda(lambda m, x: torch.bmm(x[:2], m.w), w=torch.randn(2, 8, 4)),
+        hidden(),
+        set(),
+    ),
+    "weight on the left": (
+        lambda: Lambda(lambda m, x: m.w @ x.mT, w=torch.randn(4, 8)),
+        hidden(),
+        set(),
+    ),
+    "weight of a weight": (
+        lambda: Lambda(lambda m, x: x @ (m.v @ m.w), v=torch.randn(8, 6), w=torch.randn(6, 4)),
+        hidden(),
+        set(),
+    ),
+    "other uses": (
+        lambda: Lambda(lambda m, x: F.linear(x, m.w) * m.w.norm() + m.w[[0]].sum(), w=torch.eye(8)),
+        hidden(),
+        {"Lambda"},
+    ),
+    "LoRA": (Lora, hidden(), {"down", "up"}),
+    "frozen": (lambda: Lora().base, hidden(), set()),
+    "bilinear": (
+        lambda: Lambda(lambda m, x: m.a(x, x), a=nn.Bilinear(8, 8, 4)),
+        hidden(),
+        set(),
+    ),
+    "LSTM": (lambda: Lambda(lambda m, x: m.a(x)[0], a=nn.LSTM(8, 8)), hidden(), set()),
+    "convolution": (lambda: nn.Conv1d(5, 4, 2), hidden(), set()),
+    "weight norm": (
+        lambda: parametrizations.weight_norm(nn.Linear(8, 4)),
+        hidden(),
+        set(),
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3)),
+        hidden(),
+        {"0", "2"},
+    ),
+}
+
+
+def zoo_loss(x: Callable[[], Tensor]) -> Callable[[nn.Module, int], Tensor]:
+    def loss(model: nn.Module, index: int) -> Tensor:
+        given = x()
+        if given.dtype is torch.float32:
+            given = given.to(next(model.parameters()).dtype)
+        return model(given).sin().sum() / 4
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("name", ZOO)
+def test_gradients_are_autograds_and_losses_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """Over three micro-batches of a window; and what should be served is."""
+    build, x, served = ZOO[name]
+    model = build().to(dtype)
+    plain = copy.deepcopy(model)
+    expected_losses, expected, _ = run(plain, zoo_loss(x), served=False)
+    losses, got, report = run(model, zoo_loss(x), served=True)
+    assert all(map(torch.equal, losses, expected_losses))
+    assert_near(got, expected, BOUND[dtype])
+    assert set(report.served) == served
+    assert not (served & report.others.keys())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(5, 16), (3, 5, 16), (2, 3, 5, 16), (1, 1, 16), (2, 16, 5), (2, 3, 16, 5), (0, 16)]
+)
+def test_a_forward_has_the_bits_and_strides_of_the_plain_one(
+    shape: tuple[int, ...], bias: bool, dtype: torch.dtype
+) -> None:
+    """Whether torch fuses the bias depends on shape and strides; it shows in bf16."""
+    model = nn.Linear(16, 8, bias=bias, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype)
+    x = (x if shape[-1] == 16 else x.transpose(-1, -2)).requires_grad_()
+    expected = model(x)
+    model.weight.grad = torch.zeros_like(model.weight)
+    with serve_all(model).micro_batch():
+        y = model(x)
+        assert torch.equal(y, expected)
+        assert y.stride() == expected.stride()
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that any operation has newly made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.elements = max(self.elements, t.numel())
+        return result
+
+
+def vocabulary(width: int = 16) -> tuple[nn.Module, Tensor]:
+    """A tied model of which the weight is larger than anything that it computes."""
+    model = nn.Sequential(nn.Embedding(500, width), nn.Linear(width, 500, bias=False))
+    model[1].weight = model[0].weight
+    return model, torch.randint(0, 500, (4,))
+
+
+@pytest.mark.parametrize("low", [None, torch.float16], ids=str)
+def test_no_temporary_has_the_size_of_the_weight(low: torch.dtype | None) -> None:
+    """Autograd's own backward makes one of 500 x 16; here the largest is the logits, 4 x 500."""
+    model, ids = vocabulary()
+    model(ids).sum().backward()
+    serve = serve_all(model)
+    largest = []
+    for block in (serve.micro_batch, torch.enable_grad):
+        with block():
+            with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+                loss = model(ids).sum()
+            with Largest() as mode:
+                loss.backward()
+        largest.append(mode.elements)
+    assert largest == [largest[0], 8000]
+    assert largest[0] <= 2000
+
+
+def test_half_precision_products_are_added_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To an fp32 sum, a piece of 1600 elements at a time."""
+    monkeypatch.setattr("accumplug.inplace.products.PIECE", 1600)
+    model, ids = vocabulary()
+    model(ids).sum().backward()
+    with serve_all(model).micro_batch():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids).sum()
+        with Largest() as mode:
+            loss.backward()
+    assert mode.elements == 1600
+
+
+def test_the_first_micro_batch_keeps_its_gradient_as_it_is() -> None:
+    """Without a sum nothing is watched; with zeros for one, even the first is added to it."""
+    model = nn.Linear(8, 4)
+    serve = serve_all(model)
+    with serve.micro_batch():
+        assert type(model.weight) is nn.Parameter
+        model(torch.ones(2, 8)).sum().backward()
+    assert serve.report().others == {"Linear": sums.NO_SUM}
+    model.zero_grad(set_to_none=False)
+    kept = model.weight.grad
+    with serve.micro_batch():
+        model(torch.ones(2, 8)).sum().backward()
+    assert model.weight.grad is kept
+    assert torch.equal(kept, torch.full((4, 8), 2.0))
+    assert serve.report().served == ("Linear",)
+
+
+def traces(model: nn.Module) -> list[Any]:
+    """What could be left behind on a model and in torch."""
+    return [
+        *((type(p), vars(p).copy(), p._backward_hooks) for p in model.parameters()),
+        *((type(m), sorted(vars(m)), len(m._forward_hooks)) for m in model.modules()),
+        len(optimizer._global_optimizer_pre_hooks),
+        len(optimizer._global_optimizer_post_hooks),
+        F.linear,
+        F.embedding,
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_on_the_model(fails: bool) -> None:
+    """Not after an error either."""
+    model = tied_linear()
+    model.zero_grad(set_to_none=False)
+    model[2].weight.note = "its own"
+    model(tokens()).sum().backward()
+    before = traces(model)
+    try:
+        with serve_all(model).micro_batch():
+            assert traces(model) != before
+            model(tokens()).sum().backward()
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert traces(model) == before
+
+
+def test_no_graph_is_kept_alive() -> None:
+    """What a forward without a backward saved goes with its result."""
+    model = nn.Linear(8, 8)
+    model.weight.grad = torch.zeros(8, 8)
+    serve = serve_all(model)
+    x = torch.randn(2, 8)
+    gone = weakref.ref(x)
+    gc.disable()
+    try:
+        with serve.micro_batch(), torch.autocast("cpu"):
+            y = model(x)
+        del x, y
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def linear() -> Iterator[tuple[nn.Linear, Tensor, InplaceGradients]]:
+    """A served Linear with a sum of ones, in its micro-batch, and an input."""
+    model = nn.Linear(5, 4).double()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    serve = serve_all(model)
+    with serve.micro_batch():
+        yield model, torch.randn(3, 5, dtype=torch.double, requires_grad=True), serve
+
+
+def test_autograd_grad_returns_the_gradient_and_adds_nothing() -> None:
+    """torch.autograd.grad is no accumulation, whether it asks for the weight or for another."""
+    with linear() as (model, x, serve):
+        loss = model(x).square().sum()
+        dy = 2 * model(x).detach()
+        (dw,) = torch.autograd.grad(loss, model.weight, retain_graph=True)
+        torch.testing.assert_close(dw, dy.T @ x)
+        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        torch.testing.assert_close(dx, dy @ model.weight)
+        assert torch.equal(model.weight.grad, torch.ones(4, 5))
+        assert not serve.report().served
+
+
+def test_backward_with_inputs_adds_to_these_only() -> None:
+    """backward(inputs=...) accumulates, but not into what it does not name."""
+    with linear() as (model, x, _):
+        loss = model(x).sum()
+        loss.backward(inputs=[x], retain_graph=True)
+        assert torch.equal(model.weight.grad, torch.ones(4, 5))
+        loss.backward(inputs=[model.weight])
+        torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
+        assert torch.equal(model.bias.grad, torch.ones(4))
+
+
+def test_two_backwards_of_a_graph_add_twice() -> None:
+    """retain_graph=True."""
+    with linear() as (model, x, serve):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        torch.testing.assert_close(model.weight.grad, 1 + 2 * x.detach().sum(0).expand(4, 5))
+        assert serve.report().served == ("Linear",)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_second_derivatives_are_autograds(low: bool) -> None:
+    """A gradient penalty: create_graph=True leaves all to autograd."""
+
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y = model(x).square().sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + dx.square().sum()
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    x = torch.randn(3, 5, requires_grad=True)
+    model.zero_grad(set_to_none=False)
+    model(x).sum().backward()
+    plain = copy.deepcopy(model)
+    for (_, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        p.grad = q.grad.clone()
+    penalty(plain, x).backward()
+    with serve_all(model).micro_batch():
+        penalty(model, x).backward()
+    assert_near(gradients(model), gradients(plain), 2**-8 if low else 1e-6)
+
+
+def test_torchs_own_check_of_first_and_second_derivatives_passes() -> None:
+    """gradcheck and gradgradcheck, by finite differences."""
+    with linear() as (model, x, _):
+        ids = torch.tensor([0, 2, 2, 1])
+
+        def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            y = F.linear(x, weight, bias).tanh() @ weight[:3].T.T[:, :4].T[:4]
+            return y.sum() + F.embedding(ids, weight).tanh().sum()
+
+        assert torch.autograd.gradcheck(function, (x, model.weight, model.bias))
+        assert torch.autograd.gradgradcheck(function, (x, model.weight, model.bias))
+        assert torch.equal(model.weight.grad, torch.ones(4, 5))
+
+
+def test_backward_with_create_graph_gives_a_gradient_with_a_graph() -> None:
+    """As autograd does, the sum is then a new tensor."""
+    with linear() as (model, x, _):
+        loss = model(x).square().sum()
+        with pytest.warns(UserWarning, match="create_graph"):
+            loss.backward(create_graph=True)
+        assert model.weight.grad.requires_grad
+        dy = 2 * model(x).detach()
+        torch.testing.assert_close(model.weight.grad.detach(), 1 + dy.T @ x)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("replaced", [None, 7.0])
+def test_the_sum_is_looked_for_when_the_gradient_arrives(replaced: float | None) -> None:
+    """.grad set to None, or to another tensor, between forward and backward."""
+    with linear() as (model, x, _):
+        y = model(x).sum()
+        old = model.weight.grad
+        model.weight.grad = None if replaced is None else torch.full_like(old, replaced)
+        y.backward()
+        expected = (replaced or 0) + x.detach().sum(0).expand(4, 5)
+        torch.testing.assert_close(model.weight.grad, expected)
+        assert torch.equal(old, torch.ones(4, 5))
+
+
+def test_a_backward_after_the_block_goes_through_autograd() -> None:
+    """Then nobody knows any more what the sum is for."""
+    with linear() as (model, x, serve):
+        y = model(x).sum()
+    y.backward()
+    torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
+    assert not serve.report().served
+
+
+def test_a_view_that_outlives_the_block_is_an_ordinary_one() -> None:
+    """A transpose that the model has kept is multiplied in the next, plain micro-batch."""
+    with linear() as (model, x, serve):
+        kept = model.weight.T
+    (x @ kept).sum().backward()
+    torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
+    assert not serve.report().served
+
+
+def test_what_requires_no_gradient_at_backward_time_gets_none() -> None:
+    """So one Accumulator keeps its backward out of the sums of another."""
+    with linear() as (model, x, _):
+        y = model(x).sum()
+        model.weight.requires_grad_(False)
+        y.backward()
+        model.weight.requires_grad_(True)
+    assert torch.equal(model.weight.grad, torch.ones(4, 5))
+
+
+def test_hooks_on_a_weight_see_every_gradient() -> None:
+    """A weight with a tensor hook or a post-accumulate hook is not served; its neighbour is."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    seen = []
+    model[0].weight.register_hook(lambda grad: 2 * grad)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    plain = copy.deepcopy(model)
+    plain[0].weight.register_hook(lambda grad: 2 * grad)
+    expected = run(plain, zoo_loss(hidden(3, 4)), served=False)
+    got = run(model, zoo_loss(hidden(3, 4)), served=True)
+    assert_near(got[1], expected[1], 1e-6)
+    assert len(seen) == 3
+    assert torch.equal(seen[-1], model[1].weight.grad)
+    assert got[2].served == ("2",)
+    assert got[2].others == dict.fromkeys("01", "a hook on the weight has to see each gradient")
+
+
+def test_a_hook_that_comes_after_the_forward_sees_the_gradient() -> None:
+    """It is looked for again when the gradient arrives."""
+    with linear() as (model, x, _):
+        y = model(x).sum()
+        model.weight.register_hook(lambda grad: 0 * grad)
+        y.backward()
+        assert torch.equal(model.weight.grad, torch.ones(4, 5))
+
+
+def test_hooks_on_modules_run_as_always() -> None:
+    """Forward, full backward and pre hooks; they are given what they are given otherwise."""
+
+    def hooked(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        model.register_forward_hook(lambda m, args, y: seen.append(y.detach()))
+        model.register_full_backward_hook(lambda m, dx, dy: seen.extend((*dx, *dy)))
+        model.register_full_backward_pre_hook(lambda m, dy: seen.extend(dy))
+        return seen
+
+    model = nn.Linear(8, 8)
+    plain = copy.deepcopy(model)
+    expected, got = hooked(plain), hooked(model)
+    run(plain, zoo_loss(hidden()), served=False)
+    run(model, zoo_loss(hidden()), served=True)
+    assert len(got) == len(expected) == 12
+    assert all(map(torch.equal, got, expected))
+
+
+class Checkpointed(nn.Module):
+    """Two checkpointed parts with a weight in common, and a tied head."""
+
+    def __init__(self, reentrant: bool, low: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh())
+        self.second = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.reentrant, self.low = reentrant, low
+
+    def forward(self, ids: Tensor) -> Tensor:
+        def both(x: Tensor) -> Tensor:
+            x = checkpoint(self.first, x, use_reentrant=self.reentrant)
+            return self.second(self.first(x))
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.low):
+            x = checkpoint(both, self.embedding(ids), use_reentrant=self.reentrant)
+            return F.linear(x, self.embedding.weight)
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_served_too(reentrant: bool, low: bool) -> None:
+    """Nested, with dropout, a weight used twice and a tied head; what is recomputed is added."""
+    model = Checkpointed(reentrant, low)
+    plain = copy.deepcopy(model)
+    expected_losses, expected, _ = run(plain, zoo_loss(tokens), served=False)
+    losses, got, report = run(model, zoo_loss(tokens), served=True)
+    assert all(map(torch.equal, losses, expected_losses))
+    # Under autocast the order of the bf16 roundings in the backward differs.
+    assert_near(got, expected, 2**-7 if low else 1e-6)
+    assert {"embedding", "first.0", "second.linear1", "second.self_attn"} <= set(report.served)
+
+
+@contextmanager
+def saved() -> Iterator[list[Any]]:
+    """The shape, strides, dtype and value of each tensor that autograd saves."""
+    seen: list[Any] = []
+
+    def pack(x: Tensor) -> Tensor:
+        seen.append((x.shape, x.stride(), x.dtype, x.double().sum().item()))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield seen
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear of 3-D", "transposed input", "Conv1D", "embedding"]
+)
+def test_the_same_tensors_are_saved_in_the_same_order(name: str, graph: bool, low: bool) -> None:
+    """Checkpointing pairs a forward with its recomputation by it, served or not."""
+    build, x, _ = ZOO[name]
+    model = build()
+    given = x()
+    given = given if name == "embedding" else given.requires_grad_(graph)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        with saved() as expected:
+            model(given)
+        model.zero_grad(set_to_none=False)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with serve_all(model).micro_batch(), saved() as got:
+            model(given)
+    assert got == expected
+
+
+def test_a_changed_input_or_weight_is_noticed() -> None:
+    """Autograd's check of versions."""
+    with linear() as (model, x, _):
+        y = model(x * 1)
+        with torch.no_grad():
+            model.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        z = x * 1
+        y = model(z)
+        z.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        assert torch.equal(model.weight.grad, torch.ones(4, 5))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_the_sum_is_fp32_and_as_good_as_autograds(low: torch.dtype) -> None:
+    """Against fp64, over three micro-batches; the forward has the same bits."""
+
+    def loss(model: nn.Module, index: int) -> Tensor:
+        ids = tokens()
+        with torch.autocast("cpu", low, enabled=next(model.parameters()).dtype is torch.float32):
+            return model(ids).float().sin().sum()
+
+    model = nn.Sequential(
+        nn.Embedding(11, 8), nn.Linear(8, 32), Conv1D(32, 8), nn.Linear(8, 11, bias=False)
+    )
+    model[3].weight = model[0].weight
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    losses, got, report = run(model, loss, served=True)
+    expected_losses, expected, _ = run(plain, loss, served=False)
+    _, truth, _ = run(exact, loss, served=False)
+    assert all(map(torch.equal, losses, expected_losses))
+    for name, grad in got.items():
+        assert grad.dtype is torch.float32
+        error, usual = ((g.double() - truth[name]).norm() for g in (grad, expected[name]))
+        assert error <= 1.1 * usual, name
+    assert report.served == ("0", "1", "2", "3")
+
+
+def test_a_weight_is_cast_once_in_a_micro_batch() -> None:
+    """As autocast's own cache does; a weight that changed is cast again."""
+    model = nn.Linear(8, 8)
+    model.weight.grad = torch.zeros(8, 8)
+    with serve_all(model).micro_batch(), torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(2, 8, requires_grad=True)
+        one, two = (model(x).grad_fn.saved_tensors[1] for _ in range(2))
+        assert one.data_ptr() == two.data_ptr()
+        with torch.no_grad():
+            model.weight.mul_(2)
+        assert torch.equal(model(x).grad_fn.saved_tensors[1], 2 * one)
+
+
+def test_a_bf16_weight_is_served_in_products_and_not_in_lookups() -> None:
+    """A product is rounded once; rows one after another would be rounded each."""
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8)).bfloat16()
+    _, got, report = run(model, zoo_loss(tokens), served=True)
+    assert got["1.weight"].dtype is torch.bfloat16
+    assert report.served == ("1",)
+    assert report.others == {
+        "0": "an embedding whose sum in torch.bfloat16 would round at each row"
+    }
+
+
+def test_fp32_sums_of_bf16_weights_are_served() -> None:
+    """Tensor.grad_dtype: the sum of 1 and 255 times 2^-9 is exact, in bf16 it stays 1."""
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1, bias=False)).bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+        torch.nn.init.ones_(parameter)
+    serve = serve_all(model)
+    for index in range(256):
+        factor = 1.0 if index == 0 else 2.0**-9
+        with serve.micro_batch():
+            (model(torch.tensor([1])) * factor).sum().backward()
+    total = 1 + 255 / 512
+    assert torch.equal(model[0].weight.grad, torch.tensor([[0.0] * 2, [total] * 2, [0.0] * 2]))
+    assert torch.equal(model[1].weight.grad, torch.tensor([[total, total]]))
+    assert serve.report().served == ("0", "1")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_transforms_and_forward_mode_are_left_alone() -> None:
+    """vmap, grad and functional_call of torch.func, and dual numbers, of a served weight."""
+    with linear() as (model, x, _):
+        one = torch.func.vmap(lambda row: F.linear(row, model.weight))(x)
+        torch.testing.assert_close(one, x @ model.weight.T)
+        dw = torch.func.grad(lambda w: F.linear(x, w).sum())(model.weight)
+        torch.testing.assert_close(dw, x.sum(0).expand(4, 5))
+        parameters = {name: 2 * p for name, p in model.named_parameters()}
+        torch.testing.assert_close(torch.func.functional_call(model, parameters, x), 2 * model(x))
+        with forward_ad.dual_level():
+            y = model(forward_ad.make_dual(x, torch.ones_like(x)))
+            tangent = forward_ad.unpack_dual(y).tangent
+        torch.testing.assert_close(tangent, model.weight.sum(1).expand(3, 4))
+        assert torch.equal(model.weight.grad, torch.ones(4, 5))
+
+
+def test_evaluation_inside_of_a_micro_batch_is_ordinary() -> None:
+    """no_grad, inference_mode and a frozen copy make no graph and add nothing."""
+    with linear() as (model, x, _):
+        with torch.no_grad():
+            assert not model(x).requires_grad
+        with torch.inference_mode():
+            assert torch.equal(model(x), model(x))
+        model.eval()
+        model(x).sum().backward()
+        torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
+
+
+def test_another_tensor_subclass_decides_for_itself() -> None:
+    """Its own __torch_function__ sees the call, and the gradient is right."""
+    calls = []
+
+    class Logged(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    with linear() as (model, x, serve):
+        y = model(x.as_subclass(Logged))
+        assert type(y) is Logged
+        assert F.linear in calls
+        y.sum().backward()
+        torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
+        assert not serve.report().served
+
+
+def test_copies_made_inside_of_a_micro_batch_are_ordinary() -> None:
+    """deepcopy (an EMA), torch.save and state_dict."""
+    with linear() as (model, _, _):
+        model.weight.note = 3
+        clone = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        state = model.state_dict()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (clone, loaded):
+        assert type(other.weight) is nn.Parameter
+        assert torch.equal(other.weight, model.weight)
+    assert vars(loaded.weight) == {"note": 3}
+    assert type(state["weight"]) is Tensor
+
+
+def test_an_optimizer_that_steps_inside_finds_ordinary_parameters() -> None:
+    """torch chooses foreach by their exact class; afterwards they are watched again."""
+    with linear() as (model, x, _):
+        kinds = []
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        sgd.register_step_pre_hook(lambda *_: kinds.append(type(model.weight)))
+        sgd.step()
+        assert kinds == [nn.Parameter]
+        assert type(model.weight) is not nn.Parameter
+        model(x).sum().backward()
+        torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_modules_fall_back_and_say_so() -> None:
+    """torch.compile from outside, inside, and Module.compile; what is beside them is served."""
+    for build in (
+        lambda a: torch.compile(a, backend="eager"),
+        lambda a: (a.compile(backend="eager"), a)[1],
+    ):
+        model = nn.Sequential(build(nn.Linear(8, 8)), nn.Linear(8, 8))
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        plain.load_state_dict(
+            dict(zip(plain.state_dict(), model.state_dict().values(), strict=True))
+        )
+        expected = run(plain, zoo_loss(hidden()), served=False)
+        _, got, report = run(model, zoo_loss(hidden()), served=True)
+        assert_near(dict(zip(expected[1], got.values(), strict=True)), expected[1], 1e-6)
+        assert report.served == ("1",)
+        assert set(report.others.values()) == {"compiled"}
+    assert set(serve_all(torch.compile(plain)).report().others.values()) == {"compiled"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_served_weight_in_a_compiled_function_is_right() -> None:
+    """One that nobody could know of; without a break in its graph."""
+    with linear() as (model, x, _):
+        function = torch.compile(
+            lambda x: F.linear(x, model.weight).sin() @ model.weight,
+            backend="eager",
+            fullgraph=True,
+        )
+        plain = copy.deepcopy(model)
+        function(x).sum().backward()
+    for parameter in plain.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    (F.linear(x, plain.weight).sin() @ plain.weight).sum().backward()
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+
+
+def test_on_another_stream_it_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which waits for it; here the streams are numbers."""
+    streams = iter([1, 2])
+    monkeypatch.setattr(sums, "_stream", lambda weight: next(streams))
+    with linear() as (model, x, serve):
+        model(x).sum().backward()
+    torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
+    assert not serve.report().served
+
+
+def test_a_sum_may_lie_elsewhere() -> None:
+    """`destination` says where; `.grad` stays as it is, here None."""
+    model = nn.Linear(8, 4, bias=False)
+    total = torch.zeros(4, 8)
+    serve = serve_all(model, destination=lambda weight: total)
+    with serve.micro_batch():
+        model(torch.ones(2, 8)).sum().backward()
+    assert model.weight.grad is None
+    assert torch.equal(total, torch.full((4, 8), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("grad", "reason"),
+    [
+        (torch.zeros(4, 8).to_sparse(), "torch.sparse_coo"),
+        (torch.zeros(8, 4), "another shape"),
+        (torch.zeros(4, 8, dtype=torch.float64), "torch.float64, the weight torch.float32"),
+        (torch.zeros(4, 8, requires_grad=True), "part of a graph"),
+    ],
+    ids=["sparse", "shape", "dtype", "graph"],
+)
+def test_a_sum_that_does_not_fit_is_not_added_to(grad: Tensor, reason: str) -> None:
+    """And the report says in which way."""
+    model = nn.Linear(8, 4)
+    serve = serve_all(model, destination=lambda weight: grad)
+    with serve.micro_batch():
+        assert type(model.weight) is nn.Parameter
+    assert reason in serve.report().others["Linear"]
+
+
+def test_the_report_names_each_module_and_the_reason() -> None:
+    """By the kinds of reasons there are."""
+
+    class Quantized(nn.Parameter):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "served": nn.Linear(8, 8),
+            "unused": nn.Linear(8, 8),
+            "small": nn.Linear(2, 2),
+            "norm": nn.LayerNorm(8),
+            "convolution": nn.Conv1d(8, 8, 2),
+            "frozen": nn.Linear(8, 8).requires_grad_(False),
+            "quantized": nn.Linear(8, 8),
+            "parametrized": nn.Linear(8, 8),
+        }
+    )
+    model["quantized"].weight = Quantized(torch.randn(8, 8))
+    parametrize.register_parametrization(model["parametrized"], "weight", nn.Tanh())
+    serve = InplaceGradients(model, smallest=9)
+    assert not serve.report().served
+    assert serve.report().others["served"] == sums.NO_SUM
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with serve.micro_batch():
+        model["served"](torch.ones(1, 8)).sum().backward()
+        assert serve.report().served == ("served",)
+    report = serve.report()
+    assert report.served == ("served",)
+    assert report.others == {
+        "unused": "no product with its weight, and no lookup in it, was seen",
+        "small": "fewer than 9 elements, where autograd is as quick",
+        "norm": "vectors only",
+        "convolution": "a convolution, whose gradient kernels can't add to a sum",
+        "frozen": "frozen",
+        "quantized": "its weight is a Quantized",
+        "parametrized": "vectors only",
+        "parametrized.parametrizations.weight": "parametrized",
+    }
+    assert str(report).startswith("in place: 1 module (served)\n")
+    assert "not: 2 modules (norm, parametrized): vectors only" in str(report)
+
+
+def test_several_models_are_told_apart() -> None:
+    """By their number."""
+    serve = serve_all(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert list(serve.report().others) == ["0.Linear", "1.Linear"]
