@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -227,6 +228,21 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], set[str]]] =
         hidden(),
         {"Lambda"},
     ),
+    "weight stored the other way": (
+        lambda: Lambda(lambda m, x: F.linear(x, m.w), w=torch.randn(8, 4).t()),
+        hidden(),
+        {"Lambda"},
+    ),
+    "sparse input": (
+        lambda: Lambda(lambda m, x: x.to_sparse() @ m.w, w=torch.randn(8, 4)),
+        lambda: torch.eye(8),
+        set(),
+    ),
+    "nested input": (
+        lambda: Lambda(lambda m, x: m.a(x).to_padded_tensor(0.0), a=nn.Linear(8, 4)),
+        lambda: torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)]),
+        set(),
+    ),
     "experts in a batch": (
         lambda: Lambda(lambda m, x: torch.bmm(x[:2], m.w), w=torch.randn(2, 8, 4)),
         hidden(),
@@ -279,6 +295,7 @@ def zoo_loss(x: Callable[[], Tensor]) -> Callable[[nn.Module, int], Tensor]:
     return loss
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_gradients_are_autograds_and_losses_the_same_bits(name: str, dtype: torch.dtype) -> None:
@@ -527,6 +544,19 @@ def test_backward_with_create_graph_gives_a_gradient_with_a_graph() -> None:
         dy = 2 * model(x).detach()
         torch.testing.assert_close(model.weight.grad.detach(), 1 + dy.T @ x)
         model.zero_grad()
+
+
+@pytest.mark.parametrize("keep", [Tensor.retain_grad, lambda view: view.register_hook(torch.neg)])
+def test_a_view_of_a_weight_with_a_hook_is_left_to_autograd(keep: Any) -> None:
+    """It has to be given its gradient."""
+    with linear() as (model, x, _):
+        plain = copy.deepcopy(model)
+        plain.weight.grad = torch.ones(4, 5).double()
+        for each in (model, plain):
+            view = each.weight.T
+            keep(view)
+            (x @ view).sum().backward()
+        torch.testing.assert_close(model.weight.grad, plain.weight.grad)
 
 
 @pytest.mark.parametrize("replaced", [None, 7.0])
@@ -965,6 +995,16 @@ def test_the_report_names_each_module_and_the_reason() -> None:
     }
     assert str(report).startswith("in place: 1 module (served)\n")
     assert "not: 2 modules (norm, parametrized): vectors only" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_and_sharded_modules_fall_back_and_say_so() -> None:
+    """With all that is inside of them."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8)))
+    sharded = nn.Sequential(nn.Linear(8, 8))
+    sharded.__class__ = type("Sharded", (FSDPModule, nn.Sequential), {})
+    assert serve_all(scripted).report().others == {"0": "scripted"}
+    assert serve_all(sharded).report().others == {"0": "sharded"}
 
 
 def test_several_models_are_told_apart() -> None:

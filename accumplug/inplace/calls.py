@@ -92,7 +92,13 @@ def _open_sum(weight: Any) -> Sum | Part | None:
     return total if total.sum.open and weight.dim() == 2 else None
 
 
+def _dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+
+
 def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _dense(x):
+        return NotImplemented
     if x.dim() <= 2:
         return _product(True, x, weight, bias)
     fused = bias if x.is_contiguous() else None  # torch rounds in between otherwise
@@ -105,13 +111,13 @@ def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Tensor, **factors: Any) -> Any:
-    if factors or bias.dim() != 1:
+    if factors or bias.dim() != 1 or not _dense(x):
         return NotImplemented
     return _product(False, x, weight, bias)
 
 
 def _matmul(func: Any, x: Any, weight: Any, **out: Any) -> Any:
-    if out or not isinstance(x, Tensor):
+    if out or not _dense(x):
         return NotImplemented
     if x.dim() <= 2:
         return _product(False, x, weight, None)

@@ -71,7 +71,7 @@ class Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, total: Sum | Part, weight: Tensor, ids: Tensor, padding_idx: int
     ) -> Tensor:
-        ctx.total, ctx.rows, ctx.padding_idx = total, weight.shape[0], padding_idx
+        ctx.total, ctx.weight, ctx.padding_idx = total, weight, padding_idx
         ctx.save_for_backward(ids)
         ctx.set_materialize_grads(False)
         with DisableTorchFunctionSubclass():
@@ -87,7 +87,7 @@ class Lookup(torch.autograd.Function):
                 ctx,
                 lambda total: add_rows(total, ids, dy, ctx.padding_idx),
                 lambda: torch.ops.aten.embedding_dense_backward(
-                    dy, ids, ctx.rows, ctx.padding_idx, False
+                    dy, ids, ctx.weight.shape[0], ctx.padding_idx, False
                 ),
             )
             return None, dw, None, None
@@ -134,7 +134,7 @@ def _deliver(
     if wanted is False or (wanted and not total.weight.requires_grad):
         return None
     target = ctx.total.target() if wanted and not torch.is_grad_enabled() else None
-    if target is None:
+    if target is None or ctx.weight._backward_hooks or ctx.weight.retains_grad:
         return gradient()
     add(target)
     total.added += 1
