@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,6 @@ from accumplug.comparison import Case, Gradients, compare, fit
 from accumplug.pieces import cut, items_in, take
 
 __all__ = ["coupling", "lowest_precision", "names", "quiet"]
-
-
-class _NoModule(nn.Module):
-    """Nothing is one of these."""
 
 
 def coupling(case: Case, tolerance: float) -> list[str]:
@@ -44,7 +40,7 @@ def coupling(case: Case, tolerance: float) -> list[str]:
             "accumulation can equal the large batch. GroupNorm, LayerNorm or BatchNorm in eval "
             "mode can"
         )
-    with quiet(case.model, keep=_NoModule if norms else nn.Module):
+    with quiet(case.model) if norms else nullcontext():
         if norms:
             apart = {name: _apart(case, name) for name in case.losses}
         guilty = [name for name, (residual, _) in apart.items() if residual > tolerance]
@@ -141,8 +137,8 @@ def _same(whole: Sequence[Tensor], part: Sequence[Tensor], rows: int) -> bool:
 
 
 @contextmanager
-def quiet(model: nn.Module, keep: type[nn.Module]) -> Iterator[None]:
-    """Put all modules but those of type `keep` into eval mode."""
+def quiet(model: nn.Module, *keep: type[nn.Module]) -> Iterator[None]:
+    """Put all modules but those of the types `keep` into eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     for module, mode in modes:
         module.training = mode and isinstance(module, keep)
@@ -154,5 +150,6 @@ def quiet(model: nn.Module, keep: type[nn.Module]) -> Iterator[None]:
 
 
 def names(those: Sequence[str], most: int = 4) -> str:
+    """Give the first few names and how many more there are."""
     more = f" and {len(those) - most} more" if len(those) > most else ""
     return ", ".join(those[:most]) + more

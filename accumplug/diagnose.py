@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -39,11 +39,11 @@ def reasons(
     found = _one_sided(reference, runs)
     if max(compare(reference, run).overall.relative for run in runs.values()) <= tolerance > bound:
         return [*found, f"not more than the rounding of {dtype} ({eps:.0e}): {_FINER}"]
-    if factor := _factor(reference, runs, tolerance, own_loop=case.loop is not None):
+    if factor := _factor(case, reference, runs, tolerance):
         return [*found, factor]
     drawn = _random_numbers(case, reference, runs, tolerance)
     found += drawn
-    with quiet(case.model, keep=_BatchNorm) if drawn else quiet(case.model, keep=nn.Module):
+    with quiet(case.model, _BatchNorm) if drawn else nullcontext():
         found += coupling(case, tolerance)
     if not found:
         found += _own_loop(case, runs) if case.loop is not None else _weights(case, tolerance)
@@ -79,7 +79,7 @@ def _one_sided(reference: Gradients, runs: Mapping[Split, Gradients]) -> list[st
 
 
 def _factor(
-    reference: Gradients, runs: Mapping[Split, Gradients], tolerance: float, own_loop: bool
+    case: Case, reference: Gradients, runs: Mapping[Split, Gradients], tolerance: float
 ) -> str | None:
     """Recognise a gradient that is right but for one factor, in splits of equal sizes."""
     for split, run in runs.items():
@@ -92,13 +92,15 @@ def _factor(
             return None
         said = f"{k} micro-batches give {factor:.4g} times the large batch's gradient"
         if math.isclose(factor, 1 / k, rel_tol=1e-2):
-            if own_loop:
+            if case.loop is not None:
                 return f"{said}, 1/{k}: it is divided by the number of micro-batches twice"
             return (
                 f"{said}, 1/{k}: the loss adds up over micro-batches where it should be a mean. "
                 'Either it is a sum over its items (say so: reduction="sum"), or it divides by '
                 "the whole batch or the number of micro-batches itself (let it not)"
             )
+        if math.isclose(factor, k, rel_tol=1e-2) and case.reduction == "sum":
+            return f"{said}: the loss is a mean over its items already, not a sum"
         if math.isclose(factor, k, rel_tol=1e-2):
             return f"{said}: nothing divides by the number of micro-batches"
         return f"{said}: a constant factor is applied once too often, or is missing"
@@ -119,7 +121,7 @@ def _random_numbers(
         if isinstance(module, _DropoutNd) and module.training and module.p > 0
     ]
     drawn = f"dropout without a fixed seed in {names(layers)}" if layers else "random numbers"
-    with quiet(case.model, keep=_BatchNorm):
+    with quiet(case.model, _BatchNorm):
         whole = case.whole()
         left = max(compare(whole, case.split(s)).overall.relative for s in runs)
     rest = f"with it off (eval mode) the relative difference is {left:.1e}"

@@ -60,10 +60,10 @@ class NoiseEstimate:
         if self.value is None:
             return (
                 f"Gradient noise scale: not known after {self.windows} windows (above "
-                f"{self.low:.3g} {unit}); it needs more windows, or larger ones."
+                f"{_short(self.low)} {unit}); it needs more windows, or larger ones."
             )
-        upper = f"and {self.high:.3g}" if math.isfinite(self.high) else "and no upper end"
-        known = f"{self.value:.3g} {unit} (95 % between {self.low:.3g} {upper})"
+        upper = _short(self.high) if math.isfinite(self.high) else "no upper end"
+        known = f"{_short(self.value)} {unit} (95 % between {_short(self.low)} and {upper})"
         meaning = {
             "below": "below it: a larger batch still saves updates",
             "near": "near it: a larger batch saves few updates more",
@@ -74,6 +74,10 @@ class NoiseEstimate:
             f"Gradient noise scale: {known}, an estimate; "
             f"a batch of {effective_batch:g} {unit} is {meaning}."
         )
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @dataclass

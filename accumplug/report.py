@@ -121,7 +121,7 @@ def _seconds(axes: Axes, lines: Sequence[Line]) -> None:
     axes.plot(updates, values, ".", markersize=3, color=_GREY, label="each window")
     middle = sorted(values)[len(values) // 2]
     axes.axhline(middle, color=_INK, linestyle="--", linewidth=1.2, label=f"median {middle:.3g} s")
-    axes.set_ylim(0, min(max(values), 5 * middle) * 1.1 or 1)
+    axes.set_ylim(0, min(max(values), 5 * middle) * 1.5 or 1)  # room for the legend
     axes.legend(loc="upper right", frameon=False)
 
 

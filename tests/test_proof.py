@@ -250,6 +250,13 @@ def test_a_sum_over_items_is_recognised_by_the_ratio():
     assert equivalence_check(classifier(), data(), summed, reduction="sum").passed
 
 
+def test_a_mean_that_is_called_a_sum_is_recognised():
+    """k equal micro-batches give k times as much."""
+    text = reason(equivalence_check(classifier(), data(), CRITERION, reduction="sum"))
+    assert "2 micro-batches give 2 times" in text
+    assert "the loss is a mean over its items already, not a sum" in text
+
+
 def test_a_sum_is_recognised_in_uneven_splits_too():
     """There is no ratio to see, but the halves add up to the whole."""
     summed = nn.CrossEntropyLoss(reduction="sum")
