@@ -23,10 +23,14 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from accumplug import Accumulator
-from accumplug.proof import equivalence_check, sync_counter, train_one_optimizer_step
+from accumplug import (
+    Accumulator,
+    equivalence_check,
+    sweep_effective_batches,
+    sync_counter,
+    train_one_optimizer_step,
+)
 from accumplug.report import draw_curve
-from accumplug.sweep import sweep_effective_batches
 
 MICRO_BATCH = 8
 STEPS = 4
