@@ -49,10 +49,12 @@ def value_of(checkpoint, part="model"):
 
 CRASHES = """
 import os, random, signal, sys, time
+from pathlib import Path
 import torch
 from accumplug.checkpoint.background import Writer
 from accumplug.checkpoint.codec import encode
-from accumplug.checkpoint.format import newest, read_part
+from accumplug.checkpoint.format import list_checkpoints, newest, read_part, verify
+from accumplug.checkpoint.rotate import remove_leftovers
 from accumplug.checkpoint.write import Job
 
 directory, mode, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -69,6 +71,8 @@ def save(writer, update, linked):
     writer.submit(job)
 
 def found():
+    for path in list_checkpoints(directory):
+        verify(path)  # also one that was being removed: whole, or not there
     checkpoint = newest(directory).checkpoint
     if checkpoint is None:
         return 0
@@ -106,6 +110,8 @@ def every_call():
         alive = 0
         for linked in (False, True):
             last = found()
+            if linked:  # else the dying one sweeps up first, and dies of that too
+                remove_leftovers(Path(directory), "another")
             def work():
                 die_at(moment)
                 save(Writer(directory, background=False), last + 1, linked)
@@ -153,8 +159,8 @@ def leftovers(directory):
 def test_killed_at_any_call_to_the_system_the_newest_is_whole(tmp_path):
     """SIGKILL before each call of a save (half-way through a write), one save after the other.
 
-    The one before is found, or the new one, with the values that belong to it; and what the dead
-    have left is gone once a save has gone through.
+    The one before is found, or the new one, with the values that belong to it, and never a
+    damaged one; what the dead have left is gone once a save has gone through.
     """
     assert crashes(tmp_path, "every call") > 20
     assert leftovers(tmp_path) == []
