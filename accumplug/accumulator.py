@@ -359,22 +359,24 @@ class Accumulator:
         """Refuse what can't be made right, before anything is done."""
         for function in tuple(self._before_block):
             function()
-        if self._window is not None:
-            if self._window.torn is None and (what := self._sum.touched()) is not None:
+        if (window := self._window) is not None:
+            if window.torn is None and (what := self._sum.touched()) is not None:
                 self._tear(what)
-            if self._window.torn is not None:
+            if window.torn is not None:
                 raise TornWindowError(self._torn_message())
         for model in models:
             if not isinstance(model, nn.Module) or model not in self._sum:
                 self._see(model)
         if self._wide is not None:
             self._sum.widen(self._wide)
-        if self._absent() and self._sum.roots(self._sum.models):
+        if self._feed is None or not self._absent():
+            return
+        if self._sum.roots(self._sum.models):
             raise RuntimeError(
                 "the data of some ranks have ended and others go on; under fully_shard every rank "
                 "runs each forward. Even out the data (e.g. drop_last=True)"
             )
-        if self._absent() and not self.takes_step and self._loop is None:
+        if not self.takes_step and self._loop is None:
             raise RuntimeError(
                 "the data of some ranks have ended and others go on; without optimizer= or "
                 "accelerator= accum can't take their steps. Give one, or even out the data"

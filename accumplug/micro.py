@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
 if TYPE_CHECKING:
     from accumplug.accumulator import Accumulator
+    from accumplug.weights import Plan
 
 
 class MicroBatch:
@@ -45,6 +47,12 @@ class MicroBatch:
     skipped = False
     began = False
     """Whether something may have been added to the running sum."""
+    replicas: Sequence[Any] = ()
+    """The DDP modules in the block."""
+    roots: Sequence[Any] = ()
+    """The fully_shard modules: every rank runs a forward and a backward of them."""
+    _awaited: frozenset[int] | set[int] = frozenset()
+    """DDP modules whose forward in this block owes the others a collective, by id."""
     _used = False
     _agreed = False
     """Whether no rank's backward reduces, so that they can tell each other what they used."""
@@ -55,10 +63,6 @@ class MicroBatch:
     def __init__(self, accum: Accumulator, models: tuple[nn.Module, ...], weight: Weight) -> None:
         self.models = models
         self.weight = weight
-        self.replicas: list[Any] = []
-        self.roots: list[Any] = []
-        """The fully_shard modules: every rank runs a forward and a backward of them."""
-        self._awaited: set[int] = set()
         self._accum = accum
 
     @property
@@ -88,7 +92,9 @@ class MicroBatch:
         accum = self._accum
         if accum._micro is not self:
             raise RuntimeError("backward outside of its block; it belongs into `with accum(...):`")
-        self._fix_weight(weight)
+        plan = accum._plan()
+        if weight is not None or plan is not None:
+            self._fix_weight(weight, plan)
         self._check(loss, extra, reduction)
         first, self._backwards = not self._backwards, self._backwards + 1
         absent = is_number(self.weight) and self.weight == 0
@@ -98,15 +104,22 @@ class MicroBatch:
         self.began = True
         window = accum._open_window()
         keeps = accum._options.nonfinite == "skip_micro_batch"
-        accum._refer(self.weight)
+        accum._weights.refer(window, self.weight, plan)
         if not keeps:
             if first:
                 window.add_weight(self.weight)
-            accum._settle(self)
-        roots, grads = self._terms(None if absent else loss, extra, reduction)
-        if absent and self.roots:
-            roots.append(loss)
-            grads.append(_nothing(loss))
+            if self.ends:
+                accum._settle(self)
+        roots, grads = [], []
+        if not absent:
+            divisor = window.divisor(self.weight, reduction)
+            roots, grads = [loss], [accum._update.root_gradient(loss, divisor)]
+        elif self.roots:
+            roots, grads = [loss], [_nothing(loss)]
+        if extra is not None and plan is not None:
+            roots.append(extra)
+            divisor = plan.micro_batches / accum._ranks.size
+            grads.append(accum._update.root_gradient(extra, divisor))
         kept = accum._sum.take() if keeps else None
         self._back(roots, grads, retain_graph, create_graph)
         if kept is None or accum._update.keep(kept, loss):
@@ -114,7 +127,8 @@ class MicroBatch:
                 window.add_weight(self.weight)
             if not absent:
                 accum._losses.add(loss, self.weight, reduction)
-        self._finish()
+        if not self.finished:
+            self._finish()
         if accum._probe is not None and first:
             if self.index == 0 and not self.ends:
                 accum._probe.first(window, self.weight)
@@ -157,17 +171,17 @@ class MicroBatch:
         accum._admit(self.models)
         window = accum._open_window()
         self.index = window.index
-        self.replicas = accum._sum.replicas(self.models)
-        may_overlap = accum._may_overlap(self.replicas)
-        self._agreed = not may_overlap
         if not self.virtual:
-            self.at_end = accum._at_end()
+            self.at_end = accum._loop is not None and accum._at_end()
             self.ends = accum._ends(window, self.at_end)
-            self.overlaps = self.reduces and may_overlap
-        self.roots = accum._sum.roots(self.models)
+        if accum._sum.distributed:
+            self.replicas = accum._sum.replicas(self.models)
+            self.roots = accum._sum.roots(self.models)
+            self._agreed = not accum._may_overlap(self.replicas)
+            self.overlaps = self.reduces and not self.virtual and not self._agreed
         if self.replicas or self.roots or accum._foreign().replicas:
             self._defer()
-        if (server := accum._serves(self)) is not None and not self.virtual:
+        if accum._server is not None and (server := accum._serves(self)) is not None:
             self._deferred = self._deferred or ExitStack()
             self._deferred.enter_context(server.micro_batch())
         accum._micro = self
@@ -207,6 +221,9 @@ class MicroBatch:
 
     def _check(self, loss: Tensor, extra: Tensor | None, reduction: str) -> None:
         """Raise for what can't be back-propagated here."""
+        plain = extra is None and reduction == "mean" and not (self._backwards or self.skipped)
+        if plain and isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction is "mean" or "sum"; got {reduction!r}')
         for name, term in (("loss", loss), ("extra", extra)):
@@ -236,14 +253,13 @@ class MicroBatch:
                 "(it is reduced over the ranks there); add the losses and call backward once"
             )
 
-    def _fix_weight(self, weight: Weight | None) -> None:
+    def _fix_weight(self, weight: Weight | None, plan: Plan | None) -> None:
         """The weight of this micro-batch: one, whoever says it."""
         if self.finished and not self._backwards and weight is not None and self.weight == 0:
             raise ValueError(
                 f"this micro-batch closes the window with the weight 0, and now has {weight}; a "
                 f"micro-batch has one weight"
             )
-        plan = self._accum._plan()
         said = self.weight if weight is None else check_weight(weight)
         known = self.weight if self._backwards else plan and plan.weights[self.index]
         if known is not None:
@@ -257,20 +273,6 @@ class MicroBatch:
             said = known
         self.weight = said
 
-    def _terms(
-        self, loss: Tensor | None, extra: Tensor | None, reduction: str
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The terms to go back from, and the gradient that each starts with."""
-        accum, roots, grads = self._accum, [], []
-        if loss is not None:
-            window = accum._open_window()
-            roots.append(loss)
-            grads.append(accum._update.root_gradient(loss, window.divisor(self.weight, reduction)))
-        if extra is not None and (plan := accum._plan()) is not None:
-            roots.append(extra)
-            grads.append(accum._update.root_gradient(extra, plan.micro_batches / accum._ranks.size))
-        return roots, grads
-
     def _back(
         self,
         roots: list[Tensor],
@@ -279,7 +281,11 @@ class MicroBatch:
         create_graph: bool,
     ) -> None:
         """Run the backward, adding nothing to the sums of other Accumulators."""
-        foreign = [p for p in self._accum._foreign().parameters if p.requires_grad]
+        foreign = self._accum._foreign().parameters
+        if not (foreign or self.overlaps) and self._accum.micro_batches:
+            torch.autograd.backward(roots, grads, retain_graph, create_graph)
+            return
+        foreign = [p for p in foreign if p.requires_grad]
         stats, versions = self._stats(), self._accum._versions(self)
         for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
             parameter.requires_grad_(False)
@@ -298,6 +304,7 @@ class MicroBatch:
     def _defer(self) -> None:
         """Keep DDP from reducing, except in the backward that has to."""
         self._deferred = ExitStack()
+        awaited = self._awaited = set[int]()
         own = {id(ddp) for ddp in self.replicas}
         for reference in self._accum._foreign().replicas:
             if (ddp := reference()) is not None and id(ddp) not in own:
@@ -311,9 +318,9 @@ class MicroBatch:
             if not self.overlaps:
                 self._deferred.enter_context(ddp.no_sync())
             elif ddp._check_sync_bufs_pre_fwd():
-                self._awaited.add(id(ddp))
+                awaited.add(id(ddp))
                 handle = ddp.register_forward_pre_hook(
-                    lambda module, _: self._awaited.discard(id(module))
+                    lambda module, _: awaited.discard(id(module))
                 )
                 self._deferred.callback(handle.remove)
 
@@ -331,14 +338,14 @@ class MicroBatch:
                 else:
                     ddp.reducer._rebuild_buckets()  # nothing, if a forward has done it
             self._accum._refer(0.0)
-        self._finish()
+        if not self.finished:
+            self._finish()
         self._accum._sum.mark()
 
     def _finish(self) -> None:
         """Make the running sum what it has to be when this block ends."""
-        if self.finished:
-            return
-        self._accum._settle(self)
+        if self.ends or self.virtual:
+            self._accum._settle(self)
         self.finished = True
         if self.reduces and (self.replicas or self.roots):
             self._accum.syncs += self._reduce()
@@ -380,7 +387,8 @@ class MicroBatch:
                     f"never loss.backward()), or micro.skip() to leave the micro-batch out"
                 )
             self._stand_in()
-        self._finish()
+        if not self.finished:
+            self._finish()
         if not self.ends or accum.takes_step:
             what = accum._sum.touched(gone=self.ends)
             if what is not None:

@@ -86,9 +86,11 @@ class RunningSum:
         self._optimizers = optimizers
         self._stepped = _parameters(optimizers)
         self._all: list[nn.Parameter] | None = None
-        self._distributed = False
+        self.distributed = False
+        """Whether any model has parts that reduce over ranks."""
         self._wide = False
         self._restored: set[int] = set()
+        self._watched: list[nn.Parameter] | None = None
         self._witnesses: list[tuple[nn.Parameter, Tensor, int]] = []
         RunningSum.changes += 1
 
@@ -100,9 +102,9 @@ class RunningSum:
         ddps = [weakref.ref(r) for r in replicas(model)]
         roots = [weakref.ref(r) for r in sharded.roots(model)]
         self._models[model] = _Model(list(model.parameters()), _watched(model), ddps, roots)
-        self._all = None
+        self._all = self._watched = None
         self._wide = False
-        self._distributed = self._distributed or bool(ddps or roots)
+        self.distributed = self.distributed or bool(ddps or roots)
         RunningSum.changes += 1
 
     def clear_new(self, model: nn.Module) -> None:
@@ -126,14 +128,14 @@ class RunningSum:
 
     def replicas(self, models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
         """The DDP modules of `models`, each once, in the order of the models."""
-        if not self._distributed:
+        if not self.distributed:
             return []
         found = [r() for model in models for r in self._models[model].replicas]
         return list({id(r): r for r in found if r is not None}.values())
 
     def roots(self, models: Iterable[nn.Module]) -> list[FSDPModule]:
         """The `fully_shard` roots of `models`, each once."""
-        if not self._distributed:
+        if not self.distributed:
             return []
         found = [r() for model in models for r in self._models[model].roots]
         return list({id(r): r for r in found if r is not None}.values())
@@ -266,11 +268,12 @@ class RunningSum:
 
     def mark(self) -> None:
         """Remember the sum as it is, by some of its tensors: one of each part of a model."""
+        if self._watched is None:
+            self._watched = [p for m in self._models.values() for p in m.watched]
         self._witnesses = [
-            (p, p.grad, p.grad._version)
-            for m in self._models.values()
-            for p in m.watched
-            if p.grad is not None and type(p.grad) is Tensor
+            (p, grad, grad._version)
+            for p in self._watched
+            if (grad := p.grad) is not None and type(grad) is Tensor
         ]
 
     def touched(self, gone: bool = False) -> str | None:

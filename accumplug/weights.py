@@ -60,7 +60,8 @@ class Weights:
                     self.mean = _ratio(*self._ranks.sum([weight, 1.0]))
                 window.reference = self.mean
         elif is_number(weight):
-            self._sum.scale(window.refer(weight))
+            if weight != window.reference:
+                self._sum.scale(window.refer(weight))
         else:
             self._refer_unread(window, weight)
 

@@ -126,6 +126,8 @@ def check_steps(steps: Any) -> int:
 
 def check_weight(weight: Any) -> Weight:
     """Return `weight` (a number as float) or raise ValueError."""
+    if type(weight) is int and weight >= 0:
+        return float(weight)
     if isinstance(weight, Real):
         if not math.isfinite(weight) or weight < 0:
             raise ValueError(
