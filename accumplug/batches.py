@@ -141,7 +141,7 @@ def _freely(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) -> 
         item, feed.last = first
         _pause(accum, feed)
         yield item
-        first = None if feed.last else next(items, None)
+        first = next(items, None)  # after the last one too: a prepared loader counts its passes
     feed.last = True
     while feed.alive > 0 and accum._ranks.size > 1:
         _pause(accum)

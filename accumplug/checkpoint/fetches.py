@@ -123,6 +123,19 @@ def protocol(loader: Any) -> Any:
     return None
 
 
+def has_iterator(loader: Any) -> bool:
+    """Whether the next pass goes through an iterator that was made before it."""
+    # torchdata 0.11: state_dict makes one, and Accelerate calls it when it prepares a loader
+    base = getattr(loader, "base_dataloader", loader)
+    return bool(getattr(base, "_initial_iter_for_state_dict", False))
+
+
+def use_iterator(loader: Any) -> None:
+    """Let the next pass make an iterator of its own, as each pass but the first does."""
+    if has_iterator(loader):
+        iter(getattr(loader, "base_dataloader", loader))
+
+
 def check(loader: Any) -> None:
     """Raise ValueError for a loader whose order can't be drawn again in another process."""
     base = getattr(loader, "base_dataloader", loader)

@@ -18,9 +18,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from accumplug.batches import with_last
 
-from .fetches import Fetches, Lent, check, items_per_fetch, protocol
+from .fetches import (
+    Fetches,
+    Lent,
+    check,
+    has_iterator,
+    items_per_fetch,
+    protocol,
+    use_iterator,
+)
 from .rng import State, pack, unpack
 from .sources import Sources
 
@@ -59,11 +69,17 @@ class Order:
         if resume is None or resume["start"] is None:
             if resume is not None:
                 self._between(sources, resume)
-            self._start = {"states": pack(sources.capture()), "numbers": sources.numbers()}
+            self._start = {
+                "states": pack(sources.capture()),
+                "numbers": sources.numbers(),
+                "has_iterator": has_iterator(source),
+            }
             return self._noted(self._follow(loader, Fetches(sources, protocol(source))), 0)
         self._start = resume["start"]
         if resume["ended"]:
             return self._after_the_end(loader, sources, resume, position)
+        if not resume["start"]["has_iterator"]:
+            use_iterator(source)
         sources.set_numbers(resume["start"]["numbers"])
         sources.restore(unpack(resume["start"]["states"]))
         fetches = Fetches(sources, protocol(source))
@@ -127,8 +143,7 @@ class Order:
         if self.loader is None:  # the loop has set the epoch by now, see load
             numbers = resume["numbers"].items()
             sources.set_numbers({k: n for k, n in numbers if not k.endswith("epoch")})
-        if (stateful := protocol(self._source)) is not None and resume["protocol"] is not None:
-            stateful.load_state_dict(resume["protocol"])
+        self._load_protocol(resume["protocol"])
         self._settle()
 
     def _after_the_end(
@@ -138,11 +153,18 @@ class Order:
         sources.set_numbers(resume["numbers"])
         if hasattr(loader, "end_of_dataloader"):
             loader.iteration += 1  # as a prepared loader does behind its last item
-        if (stateful := protocol(self._source)) is not None and resume["protocol"] is not None:
-            stateful.load_state_dict(resume["protocol"])
+        self._load_protocol(resume["protocol"])
         self._settle()
         self._total = position
         return iter(())
+
+    def _load_protocol(self, state: Any) -> None:
+        """Bring a stateful loader to the end of a pass."""
+        if (stateful := protocol(self._source)) is not None and state is not None:
+            stateful.load_state_dict(state)
+            if isinstance(stateful, DataLoader):
+                iter(stateful)  # torchdata draws random numbers for the ended iterator as well
+        use_iterator(self._source)
 
     def _noted(self, items: Iterator[tuple[Any, bool]], count: int) -> Iterator[tuple[Any, bool]]:
         for item, last in items:
