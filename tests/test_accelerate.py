@@ -434,6 +434,27 @@ def test_clip_by_value_works_in_the_micro_batch_that_closes():
     assert accum.last.grad_norm is None
 
 
+@pytest.mark.xfail(strict=True, reason="nobody looks between the block's start and backward")
+@pytest.mark.parametrize("order", ["zero_grad first", "step first"])
+def test_lines_in_an_order_that_loses_gradients_are_refused(order):
+    """zero_grad, or step and zero_grad, before the backward of the micro-batch that closes."""
+    loop = Loop()
+    accum = Accumulator(3, accelerator=loop.accelerator)
+
+    def run():
+        for batch in data([2] * 3, torch.float32):
+            with accum(loop.model):
+                if order == "step first":
+                    loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                loop.accelerator.backward(mean_loss(loop.model, batch))
+
+    with pytest.raises(RuntimeError, match=r"torn|before"):
+        run()
+    assert accum.updates == 0
+    assert same(loop.model, network(torch.float32))
+
+
 @pytest.mark.parametrize("kind", ["first", "later"])
 def test_a_window_without_weight_is_no_update_of_the_loop(kind):
     """Neither its optimizer nor its schedule move, and its clip troubles nobody afterwards."""

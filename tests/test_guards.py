@@ -416,6 +416,7 @@ def test_a_block_leaves_no_graph_behind():
 
 # -- what a loop does to an open window ------------------------------------------------------
 
+UNSEEN = pytest.mark.xfail(strict=True, reason="nobody looks between the block's start and backward")
 TOUCHES = {
     "model.zero_grad": lambda m: m.zero_grad(),
     "optimizer.zero_grad": lambda m: SGD(m.parameters(), 0.1).zero_grad(),
@@ -428,7 +429,14 @@ TOUCHES = {
 
 
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-@pytest.mark.parametrize("where", ["in the block", "between two blocks"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("first in the block", marks=UNSEEN),
+        "last in the block",
+        "between two blocks",
+    ],
+)
 @pytest.mark.parametrize("takes_step", [True, False])
 def test_whoever_touches_the_sum_of_an_open_window_tears_it(touch, where, takes_step):
     """Only the last micro-batch would survive a zero_grad in each."""
@@ -438,8 +446,10 @@ def test_whoever_touches_the_sum_of_an_open_window_tears_it(touch, where, takes_
     def loop():
         for batch in data([2] * 3):
             with accum(model):
+                if where == "first in the block" and accum.pending:
+                    touch(model)
                 accum.backward(mean_loss(model, batch))
-                if where == "in the block":
+                if where == "last in the block":
                     touch(model)
             if where == "between two blocks":
                 touch(model)
@@ -451,6 +461,27 @@ def test_whoever_touches_the_sum_of_an_open_window_tears_it(touch, where, takes_
     for batch in data([2] * 2):
         run(accum, model, batch)
     assert accum.pending == 2
+
+
+@UNSEEN
+@pytest.mark.parametrize("how", ["weight 0", "skip"])
+def test_whoever_touches_the_sum_before_a_micro_batch_that_adds_nothing_tears_it(how):
+    """zero_grad as the first line of every block, also of one that is left out."""
+    model = network()
+    accum, _ = watched(3, model)
+    batches = data([2] * 2)
+    run(accum, model, batches[0])
+
+    def block():
+        with accum(model, weight=0) as micro:
+            model.zero_grad()
+            if how == "skip":
+                micro.skip()
+            else:
+                micro.backward(mean_loss(model, batches[1]))
+
+    with pytest.raises(TornWindowError, match="set to None or replaced"):
+        block()
 
 
 @pytest.mark.parametrize("steps", [1, 2])
