@@ -1,0 +1,103 @@
+"""A run that stops at any micro-batch and is gone on from equals one that never stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import Run, Setup, Wrapped, difference, momentum
+
+from accumplug.checkpoint.format import list_checkpoints
+
+pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches")
+
+MICRO_BATCHES = 16
+
+
+def only(checkpoint: Path, directory: Path) -> Path:
+    """A directory in which `checkpoint` is the newest one, as if the run had been killed then."""
+    shutil.copytree(checkpoint, directory / checkpoint.name, copy_function=os.link)
+    return directory
+
+
+def go_on_from_each(setup: Setup, tmp_path: Path, stops: Any = range(1, 17)) -> None:
+    """Save at each micro-batch, then go on from each of `stops` with objects built anew."""
+    quiet = Run(setup).train()
+    saving = Run(setup)
+    with saving.checkpoints(tmp_path / "all", every=1, keep=99):
+        saving.train()
+    assert difference(quiet.state(), saving.state()) is None
+    saved = list_checkpoints(tmp_path / "all")
+    assert len(saved) == MICRO_BATCHES == len(quiet.seen)
+    for stop in stops:
+        run = Run(setup, seed=1000 + stop)
+        directory = only(saved[stop - 1], tmp_path / f"{stop}")
+        with run.checkpoints(directory) as checkpoint:
+            position = checkpoint.resume()
+            assert position is not None
+            assert position.micro_batch == stop
+            run.train()
+        assert difference(run.seen, quiet.seen[stop:], f"seen after {stop}") is None
+        count = len(quiet.windows) - len(run.windows)
+        assert difference(run.windows, quiet.windows[count:], f"log after {stop}") is None
+        assert difference(run.state(), quiet.state(), f"end after {stop}") is None
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(),
+        Setup(optimizer=momentum, fp16=True),
+        Setup(options={"tail": "carry"}),
+        Setup(options={"tail": "drop"}, optimizer=momentum),
+        Setup(weigh=True),
+    ],
+    ids=["AdamW", "momentum and fp16", "carry", "drop", "weigh"],
+)
+def test_each_micro_batch_of_two_passes_is_a_place_to_go_on_from(
+    setup: Setup, tmp_path: Path
+) -> None:
+    """Weights, moments, schedule, scaler, counters, losses, samples and random numbers are equal
+    to the last bit, with dropout, BatchNorm, shuffling, noise in the data, a tail."""
+    go_on_from_each(setup, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(loader="own generator"),
+        Setup(loader="with replacement"),
+        Setup(loader="iterable"),
+        Setup(loader="list"),
+        Setup(loader="with a state"),
+        Setup(wrap=Wrapped),
+    ],
+    ids=["own generator", "with replacement", "iterable", "list", "with a state", "wrapped"],
+)
+def test_the_order_of_any_kind_of_loader_is_gone_on_with(setup: Setup, tmp_path: Path) -> None:
+    """In the middle of a window, at the end of a pass, and in the second pass."""
+    go_on_from_each(setup, tmp_path, stops=(2, 8, 13))
+
+
+def test_workers_are_brought_to_the_place(tmp_path: Path) -> None:
+    """Their random numbers go on where they were, as each item before was drawn again."""
+    go_on_from_each(Setup(loader="two workers"), tmp_path, stops=(5, 8, 10))
+
+
+def test_several_resumes_in_a_row_change_nothing(tmp_path: Path) -> None:
+    """Each of five processes runs three micro-batches and is killed in the next one's body."""
+    setup = Setup()
+    quiet = Run(setup).train()
+    seen: list[Any] = []
+    for seed in range(6):
+        run = Run(setup, seed=1 if seed == 0 else 100 + seed)
+        with run.checkpoints(tmp_path, every=1) as checkpoint:
+            checkpoint.resume()
+            run.train(until=3)
+        seen += run.seen
+    assert difference(seen, quiet.seen) is None
+    assert difference(run.state(), quiet.state()) is None
