@@ -50,6 +50,7 @@ class AccelerateLoop:
         self._step_seen: int | None = accelerator.step
         self._loader: Callable[[], Any] = lambda: None
         self._hooks: list[Any] = []
+        self._warned = False
         self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         common = {"backward": backward, "accumulate": _refuse_accumulate}
         quiet = {
@@ -127,6 +128,13 @@ class AccelerateLoop:
             running = [one for one in active if self._runs(one, active)]
             if not running:
                 return False
+            if len(running) > 1 and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{len(running)} prepared loaders are being iterated over; windows follow the "
+                    f"innermost. `for batch in accum.batches(loader)` says which one it is",
+                    stacklevel=5,
+                )
             loader = running[-1]
             self._loader = weakref.ref(loader)
         return bool(loader.end_of_dataloader)

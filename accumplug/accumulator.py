@@ -477,7 +477,7 @@ class Accumulator:
         if self._others.changes != RunningSum.changes:
             sums = [a._sum for a in Accumulator._live if a is not self]
             own = {id(p) for p in self._sum.parameters}
-            parameters = [p for s in sums for p in s.parameters if id(p) not in own]
+            parameters = [weakref.ref(p) for s in sums for p in s.parameters if id(p) not in own]
             ddps = [weakref.ref(ddp) for s in sums for ddp in s.replicas(s.models)]
             self._others = Foreign(RunningSum.changes, parameters, ddps)
         return self._others

@@ -96,6 +96,7 @@ class MicroBatch:
         if weight is not None or plan is not None:
             self._fix_weight(weight, plan)
         self._check(loss, extra, reduction)
+        self._refuse_touched()
         first, self._backwards = not self._backwards, self._backwards + 1
         absent = is_number(self.weight) and self.weight == 0
         if absent and extra is None and not self.roots:
@@ -187,7 +188,7 @@ class MicroBatch:
         accum._micro = self
         if accum._loop is not None and not self.virtual:
             try:
-                accum._loop.enter(self.ends, self._stand_in_early)
+                accum._loop.enter(self.ends, self._before_step)
             except BaseException as error:
                 self.__exit__(type(error), error, None)
                 raise
@@ -281,11 +282,11 @@ class MicroBatch:
         create_graph: bool,
     ) -> None:
         """Run the backward, adding nothing to the sums of other Accumulators."""
-        foreign = self._accum._foreign().parameters
-        if not (foreign or self.overlaps) and self._accum.micro_batches:
+        references = self._accum._foreign().parameters
+        if not (references or self.overlaps) and self._accum.micro_batches:
             torch.autograd.backward(roots, grads, retain_graph, create_graph)
             return
-        foreign = [p for p in foreign if p.requires_grad]
+        foreign = [p for r in references if (p := r()) is not None and p.requires_grad]
         stats, versions = self._stats(), self._accum._versions(self)
         for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
             parameter.requires_grad_(False)
@@ -324,13 +325,29 @@ class MicroBatch:
                 )
                 self._deferred.callback(handle.remove)
 
+    def _before_step(self) -> None:
+        """A loop clips or steps in a closing block: the sum has to be finished."""
+        self._stand_in_early()
+        if not self.finished:
+            raise RuntimeError(
+                "the loop clips or steps before the backward of the micro-batch that closes the "
+                "window; forward and backward come first"
+            )
+
     def _stand_in_early(self) -> None:
         """Finish the sum before a loop steps in a block of weight 0, which needs no backward."""
         if is_number(self.weight) and self.weight == 0 and not self._backwards and self.ends:
             self._stand_in()
 
+    def _refuse_touched(self, gone: bool = False) -> None:
+        """Raise TornWindowError if the sum is not what this Accumulator left."""
+        if (what := self._accum._sum.touched(gone)) is not None:
+            self._accum._tear(what)
+            raise TornWindowError(self._accum._torn_message())
+
     def _stand_in(self) -> None:
         """Add nothing, but take part in what the other ranks do in this micro-batch."""
+        self._refuse_touched()
         if self.reduces or self.virtual:
             for ddp in self.replicas:
                 if not self.overlaps or id(ddp) in self._awaited:
@@ -390,10 +407,7 @@ class MicroBatch:
         if not self.finished:
             self._finish()
         if not self.ends or accum.takes_step:
-            what = accum._sum.touched(gone=self.ends)
-            if what is not None:
-                accum._tear(what)
-                raise TornWindowError(accum._torn_message())
+            self._refuse_touched(gone=self.ends)
 
 
 def _nothing(loss: Tensor) -> Tensor:

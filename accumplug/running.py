@@ -68,7 +68,7 @@ class Foreign:
     """What other Accumulators own: one's backward must add nothing to it, nor reduce it."""
 
     changes: int = -1
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     replicas: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
 
 

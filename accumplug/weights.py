@@ -60,7 +60,7 @@ class Weights:
                     self.mean = _ratio(*self._ranks.sum([weight, 1.0]))
                 window.reference = self.mean
         elif is_number(weight):
-            if weight != window.reference:
+            if not is_number(window.reference) or weight != window.reference:
                 self._sum.scale(window.refer(weight))
         else:
             self._refer_unread(window, weight)
@@ -74,8 +74,9 @@ class Weights:
             return bool(total == 0)
         factor = window.settle(total, self._ranks.size)
         # 7 times 0.1 is not 0.7 in a plain sum: no factor where the weights are equal
-        exact = (factor - 1.0).abs() <= min(1e-15 * window.steps, 5e-14)
-        factor = torch.where(exact, 1.0, factor)
+        near = torch.exp2(torch.log2(factor).round())  # the reference may be off by such a power
+        exact = (factor / near - 1.0).abs() <= min(1e-15 * window.steps, 5e-14)
+        factor = torch.where(exact, near, factor)
         window.factor = torch.where(total > 0, factor, 0.0)
         self._sum.scale(window.factor)
         return False
