@@ -46,7 +46,7 @@ class Ranks:
         world: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60,
+        timeout: float = 30,
         **options: Any,
     ) -> Any:
         """Call `function(rank, *args, **options)` on `world` ranks; return what each has returned.
@@ -134,6 +134,7 @@ def _answer(call: Callable[[], Any], rank: int, world: int, store: Any) -> tuple
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=600)
     )
+    gc.freeze()  # torch's own objects: collecting them takes most of a second
     try:
         assert dist.get_world_size() == world
         torch.manual_seed(0)

@@ -28,7 +28,7 @@ class Forked(nn.Module):
         torch.manual_seed(2)
         self.heads = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("a", "b", "unused")})
 
-    def forward(self, x: Tensor, names: str) -> Tensor:
+    def forward(self, x: Tensor, names: str = "ab") -> Tensor:
         """Sum of the heads `names`, letter by letter."""
         return torch.stack([self.heads[name](x) for name in names]).sum(0)
 

@@ -74,7 +74,7 @@ def check(results: Any, windows: list[list[Item]]) -> None:
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_sample_counts_once(ranks: Ranks, counts: tuple[int, ...], sync: str) -> None:
     """Over two passes; a rank that never had data finds the model by its optimizer."""
-    results = ranks.run(len(counts), train, counts, 2, timeout=20, sync=sync)
+    results = ranks.run(len(counts), train, counts, 2, sync=sync)
     check(results, [w for epoch in range(2) for w in windows_of(data_of(counts, epoch), 2)])
     for rank, (_, _, (_, micro_batches, epochs, pending)) in enumerate(results):
         assert (micro_batches, epochs, pending) == (2 * counts[rank], 2, 0)
@@ -83,21 +83,21 @@ def test_every_sample_counts_once(ranks: Ranks, counts: tuple[int, ...], sync: s
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_sample_counts_once_with_look_ahead(ranks: Ranks, counts: tuple[int, ...]) -> None:
     """With weigh= the ranks meet when a window opens."""
-    results = ranks.run(len(counts), train, counts, 2, weigh=True, timeout=20)
+    results = ranks.run(len(counts), train, counts, 2, weigh=True)
     check(results, [w for epoch in range(2) for w in windows_of(data_of(counts, epoch), 2)])
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 def test_drop_leaves_out_what_no_rank_fills(ranks: Ranks, sync: str) -> None:
     """5 and 2 micro-batches in windows of 2: two updates, and the fifth is left out."""
-    results = ranks.run(2, train, (5, 2), tail="drop", sync=sync, timeout=20)
+    results = ranks.run(2, train, (5, 2), tail="drop", sync=sync)
     first, second = data_of((5, 2))
     check(results, [first[0:2] + second, first[2:4]])
 
 
 def test_drop_with_nothing_to_fill(ranks: Ranks) -> None:
     """One and no micro-batches in windows of 2: no update, and no gradient."""
-    for seen, _, counters in ranks.run(2, train, (1, 0), tail="drop", timeout=20):
+    for seen, _, counters in ranks.run(2, train, (1, 0), tail="drop"):
         assert not seen
         assert counters[0] == counters[3] == 0
 
@@ -105,7 +105,7 @@ def test_drop_with_nothing_to_fill(ranks: Ranks) -> None:
 @pytest.mark.parametrize("sync", ["last", "every"])
 def test_carry_goes_on_in_the_next_pass(ranks: Ranks, sync: str) -> None:
     """5 and 4 micro-batches in windows of 2, twice: the fifth waits for the next pass."""
-    results = ranks.run(2, train, (5, 4), 2, tail="carry", sync=sync, timeout=20)
+    results = ranks.run(2, train, (5, 4), 2, tail="carry", sync=sync)
     own = [a + b for a, b in zip(data_of((5, 4), 0), data_of((5, 4), 1), strict=True)]
     if sync == "every":  # micro-batches go in step, so that window 3 has one of each rank less
         first, second = own
@@ -162,7 +162,7 @@ def windows_of_heads(heads: tuple[list[str], ...]) -> tuple[list[Gradients], lis
 @pytest.mark.parametrize("case", HEADS)
 def test_heads_that_vary_while_ranks_end(ranks: Ranks, case: str, sync: str) -> None:
     """With find_unused_parameters; a head that no rank uses in a window has no gradient."""
-    results = ranks.run(2, train_heads, HEADS[case], sync=sync, timeout=20)
+    results = ranks.run(2, train_heads, HEADS[case], sync=sync)
     expected, weights = windows_of_heads(HEADS[case])
     for seen, after, _ in results:
         assert errors(seen, expected) <= 1e-13
@@ -193,7 +193,7 @@ def test_buffers_are_broadcast_while_ranks_end(
     ranks: Ranks, counts: tuple[int, ...], sync: str
 ) -> None:
     """DDP's broadcast of the buffers is in the first forward of a window; all take part in it."""
-    results = ranks.run(len(counts), train_with_buffers, counts, sync, False, timeout=20)
+    results = ranks.run(len(counts), train_with_buffers, counts, sync, False)
     data = [
         [items(r, [4, 8, 5, 6, 2][:count], epoch) for r, count in enumerate(counts)]
         for epoch in range(2)
@@ -211,7 +211,7 @@ def test_buffers_are_broadcast_while_ranks_end(
 @pytest.mark.parametrize("counts", [(5, 2), (2, 5), (0, 3)], ids=str)
 def test_batch_norm_while_ranks_end(ranks: Ranks, counts: tuple[int, ...]) -> None:
     """The statistics are those of each micro-batch, but the replicas stay equal."""
-    results = ranks.run(2, train_with_buffers, counts, "last", True, timeout=20)
+    results = ranks.run(2, train_with_buffers, counts, "last", True)
     assert equal([after for _, after, _ in results])
     assert len(results[0][0]) == len(results[1][0]) == 2 * -(-max(counts) // 2)
 
@@ -243,5 +243,5 @@ def test_even_data_need_no_optimizer(ranks: Ranks) -> None:
 @pytest.mark.parametrize("counts", [(5, 2), (2, 5), (0, 3), (7, 3, 0)], ids=str)
 def test_uneven_data_need_an_optimizer(ranks: Ranks, counts: tuple[int, ...]) -> None:
     """All ranks say so, none of them hangs."""
-    for said in ranks.run(len(counts), step_in_loop, counts, timeout=20):
+    for said in ranks.run(len(counts), step_in_loop, counts):
         assert "without optimizer= or accelerator= accum can't take their steps" in said
