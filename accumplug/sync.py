@@ -217,3 +217,32 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
             f"micro-batch used no {', '.join(missing) or 'gradient of some parameters'}. "
             f"Wrap the model with DistributedDataParallel(..., find_unused_parameters=True)"
         ) from error
+
+
+def warm_up(ddp: DistributedDataParallel) -> None:
+    """Settle the order of `ddp`'s buckets before the first window, in that of its parameters.
+
+    DDP rebuilds its buckets once, after the first backward that it has reduced. A process that
+    resumes would reduce its first update in the order from before that, which rounds differently
+    on three ranks or more. All ranks have to be here; gradients stay as they are.
+    """
+    if ddp.find_unused_parameters or ddp.static_graph or _has_stateful_hook(ddp):
+        return  # the first two never rebuild
+    parameters = reduced_parameters(ddp)
+    grads = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    torch.autograd.backward(
+        parameters[::-1], [p.new_zeros(()).expand_as(p) for p in reversed(parameters)]
+    )
+    ddp.reducer._rebuild_buckets()
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+
+
+def _has_stateful_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook would count the warm-up as a step (PowerSGD does)."""
+    states = [state for _, state in ddp._comm_hooks]
+    return any(state is not None and not isinstance(state, dist.ProcessGroup) for state in states)

@@ -45,6 +45,8 @@ class Weights:
         """Of the last window that was settled, over all ranks."""
         self.mean: Weight | None = None
         """Of one micro-batch in that window."""
+        self.micro_batches: Weight = 0.0
+        """Of all ranks in that window."""
         self._ranks = ranks
         self._sum = running
         self._every = every
@@ -68,6 +70,7 @@ class Weights:
     def settle(self, window: Window, total: Weight, micro_batches: Weight) -> bool:
         """The `total` weight of all ranks is known: rescale the sum; say whether it is nothing."""
         self.total, self.mean = total, _ratio(total, micro_batches)
+        self.micro_batches = micro_batches
         if is_number(total):
             if total > 0:
                 self._sum.scale(window.settle(total, self._ranks.size))
