@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from accumplug import Accumulator, NonFiniteError
+from accumplug import Accumulator, NonFiniteError, TornWindowError
 
 
 def scaler_of(scale=1024.0, **options):
@@ -358,6 +358,41 @@ def test_two_accumulators_on_one_scaler_do_not_change_each_others_windows():
     assert [a.updates for a in accums] == [4, 4]
     assert [m.weight.item() for m in models] == [-3.0, -3.0]
     assert [a.last.grad_norm for a in accums] == [1.0, 1.0]
+
+
+@pytest.mark.xfail(strict=True, reason="followed only if another Accumulator shares the scaler")
+@pytest.mark.parametrize("takes_step", [True, False])
+def test_a_scale_that_is_set_in_the_middle_of_a_window_does_not_change_its_gradient(takes_step):
+    """Slopes of 2 at a scale of 4 and then of 8 are a gradient of 2.0, not of 3.0 or 1.5."""
+    model, scaler, got = one(), scaler_of(4.0), []
+    optimizer = SGD(model.parameters(), 0.0)
+    optimizer.register_step_pre_hook(lambda *_: got.append(model.weight.grad.item()))
+    accum = Accumulator(2, optimizer=optimizer if takes_step else None, scaler=scaler)
+    for place in range(2):
+        with accum(model) as micro:
+            accum.backward((model.weight * 2.0).sum())
+            if micro.closes and not takes_step:
+                scaler.step(optimizer)
+                scaler.update()
+        if place == 0:
+            scaler.update(8.0)
+    assert got == [2.0]
+
+
+@pytest.mark.xfail(strict=True, reason="torch's unscale leaves no trace on the gradient")
+def test_unscale_in_a_micro_batch_that_does_not_close_is_seen():
+    """In a plain loop it would divide a partial sum, and then the scaled rest is added."""
+    model, scaler = one(), scaler_of()
+    optimizer = SGD(model.parameters(), 0.0)
+    accum = Accumulator(2, scaler=scaler)
+
+    def block():
+        with accum(model):
+            accum.backward((model.weight * 2.0).sum())
+            scaler.unscale_(optimizer)
+
+    with pytest.raises(TornWindowError, match="clip and unscale belong after the micro-batch tha"):
+        block()
 
 
 # -- nonfinite with a scaler ----------------------------------------------------------------

@@ -313,6 +313,21 @@ def test_a_window_of_total_weight_zero_is_no_update_and_leaves_no_gradient(kind)
     assert math.isnan(accum.last.loss)
 
 
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
+def test_device_weights_of_zero_leave_no_nan_to_a_loop_that_steps(weights):
+    """The host does not know that the total is 0; the gradient is 0 then, not 0 / 0."""
+    model, batches = network(), data([3, 3])
+    accum = Accumulator(2)
+    for batch, weight in zip(batches, weights, strict=True):
+        with accum(model, weight=torch.tensor(weight)):
+            accum.backward(mean_loss(model, batch))
+    used = [batch for batch, weight in zip(batches, weights, strict=True) if weight]
+    if used:
+        assert relative(gradients(model), big_batch(model, used)) <= 1e-15
+    else:
+        assert not any(g.any() for g in gradients(model))
+
+
 @pytest.mark.parametrize(
     ("dtype", "weights"),
     [

@@ -408,7 +408,6 @@ def test_a_parameter_that_is_the_loss_itself_shares_no_memory_with_the_root():
     assert got == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.xfail(strict=True, reason="the factor is a power of two but for its last bit")
 def test_equal_device_weights_change_no_bit_after_a_window_of_others():
     """The mean weight of the window before only tells the magnitude."""
     ours, theirs = network(), network()

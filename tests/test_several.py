@@ -174,7 +174,6 @@ def test_blocks_of_two_accumulators_may_be_nested():
     check(found[1], references(batches, 3, True)[1], 1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="the outer look-ahead ends the inner pass too early")
 def test_one_loader_may_feed_two_accumulators():
     """Each `batches` around the other: seven items, windows of 2, 2, 2 and 1 for both."""
     d, g = judge(), maker()
@@ -285,7 +284,6 @@ def test_a_leftover_accumulator_with_a_pending_window_does_not_stop_a_new_one():
         assert torch.equal(p, start - g)
 
 
-@pytest.mark.xfail(strict=True, reason="held until another Accumulator is made")
 def test_a_model_whose_accumulator_is_gone_is_not_kept_by_the_others():
     """Its weights and gradients are memory."""
     model = maker()
