@@ -98,6 +98,7 @@ def main() -> None:
         scheduler=scheduler,
         scaler=scaler,
         max_grad_norm=1.0,
+        nonfinite="skip_window" if args.mixed_precision == "fp16" else "raise",
     )
 
     accelerator.print(
@@ -148,6 +149,8 @@ def main() -> None:
         save_file(plain.state_dict(), args.output_dir / "model.safetensors")
         print(report(args.output_dir / "metrics.jsonl"))
         print(f"held-out loss {held_out_loss:.4f} nats per character")
+    model = micro = None  # a DistributedDataParallel that outlives its process group may hang
+    accelerator.free_memory()
     accelerator.end_training()
 
 

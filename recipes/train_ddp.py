@@ -71,7 +71,12 @@ def main() -> None:
     half = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[args.mixed_precision]
     scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)
     accum = Accumulator(
-        steps, optimizer=optimizer, scheduler=scheduler, scaler=scaler, max_grad_norm=1.0
+        steps,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        max_grad_norm=1.0,
+        nonfinite="skip_window" if scaler.is_enabled() else "raise",
     )
 
     if rank == 0:
@@ -110,13 +115,11 @@ def main() -> None:
         collate(held_out[begin : begin + args.micro_batch])
         for begin in range(0, len(held_out), args.micro_batch)
     ]
-    scores = [nats(plain, batches[rank::world_size])]
+    scores = [nats(plain, batches[rank::world_size])] * world_size
     if world_size > 1:
-        scores = [None] * world_size
-        dist.all_gather_object(scores, nats(plain, batches[rank::world_size]))
-    held_out_loss = math.fsum(score for scored in scores for score in scored) / sum(
-        map(len, held_out_documents)
-    )
+        dist.all_gather_object(scores, scores[0])
+    characters = sum(map(len, held_out_documents))
+    held_out_loss = math.fsum(score for of_rank in scores for score in of_rank) / characters
     if rank == 0:
         save_file(plain.state_dict(), args.output_dir / "model.safetensors")
         print(report(args.output_dir / "metrics.jsonl"))
