@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,6 +32,19 @@ class Feed:
     """Another process began this pass; what the ranks told each other then is known."""
 
 
+class Meeting(Enum):
+    """Whether the ranks meet right after a pause, and what one may have missed until then."""
+
+    NONE = auto()
+    """They don't."""
+    FULL = auto()
+    """This rank has run as many micro-batches since the last meeting as any other."""
+    SHORT = auto()
+    """It may have run fewer than others, as its data have ended."""
+    STEP = auto()
+    """They meet before each micro-batch (sync="every")."""
+
+
 class Keeper(Protocol):
     """What a `Checkpointer` does in a pass."""
 
@@ -38,8 +52,8 @@ class Keeper(Protocol):
         """The items of a pass, each with whether it is the last; from where another process was
         in it, if `feed.resumed` says so then."""
 
-    def must_stop(self, meets: bool) -> bool:
-        """Whether the pass is to end before the next block; `meets`: the ranks meet in it."""
+    def must_stop(self, meeting: Meeting) -> bool:
+        """Whether the pass is to end here, between two blocks."""
 
     def after_body(self) -> bool:
         """The loop has come back for another item; whether the pass is to end."""
@@ -96,23 +110,23 @@ def iterate(
         accum._feed = None
 
 
-def _pause(accum: Accumulator, feed: Feed | None = None) -> None:
-    """A place between two blocks where the pass may have to end.
-
-    The ranks meet right after it; with `feed`, only if the next block closes a window.
-    """
-    if accum._keeper is None:
-        return
-    if accum._keeper.must_stop(meets=feed is None or _closes_next(accum, feed)):
+def _pause(accum: Accumulator, meeting: Meeting) -> None:
+    """A place between two blocks where the pass may have to end."""
+    if accum._keeper is not None and accum._keeper.must_stop(meeting):
         raise _Stopped
 
 
-def _closes_next(accum: Accumulator, feed: Feed) -> bool:
+def _pause_before_block(accum: Accumulator, feed: Feed) -> None:
+    if accum._keeper is None:
+        return
+    meeting, run = Meeting.NONE, accum.pending + 1
     if accum._window is not None:
         steps = accum._window.steps
     else:
         steps = accum.steps if feed.plan is None else len(feed.plan.weights)
-    return accum.pending + 1 >= steps or (feed.last and accum._options.tail == "flush")
+    if run >= steps or (feed.last and accum._options.tail == "flush"):
+        meeting = Meeting.FULL if run >= accum.steps else Meeting.SHORT
+    _pause(accum, meeting)
 
 
 def with_last(loader: Iterable[T], iterator: Iterator[T] | None = None) -> Iterator[tuple[T, bool]]:
@@ -139,12 +153,12 @@ def _freely(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) -> 
         _meet(accum, feed, float(first is not None))
     while first is not None:
         item, feed.last = first
-        _pause(accum, feed)
+        _pause_before_block(accum, feed)
         yield item
         first = next(items, None)  # after the last one too: a prepared loader counts its passes
     feed.last = True
     while feed.alive > 0 and accum._ranks.size > 1:
-        _pause(accum)
+        _pause(accum, Meeting.SHORT)
         accum._join()
 
 
@@ -152,7 +166,7 @@ def _in_step(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) ->
     """Every micro-batch is reduced, so ranks meet before each of them."""
     current = next(items, None)
     while True:
-        _pause(accum)
+        _pause(accum, Meeting.STEP)
         more = float(current is not None and not current[1])
         sums = _floats(accum._ranks.sum([float(current is not None), more]))
         feed.alive, feed.last = sums[0], sums[1] == 0
@@ -161,7 +175,10 @@ def _in_step(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) ->
         if current is None:
             accum._join()
             continue
+        before = accum.micro_batches
         yield current[0]
+        if accum.micro_batches == before:  # the loop left it out, and the others reduce
+            accum._join()
         current = next(items, None)
 
 
@@ -196,7 +213,7 @@ def _plan(accum: Accumulator, feed: Feed, window: list[T], weigh: Callable[[T], 
     """Ranks tell each other what they will run in the next window; whether there is one."""
     weights = [check_weight(weigh(item)) for item in window]
     full = float(len(window) == accum.steps)
-    _pause(accum)
+    _pause(accum, Meeting.FULL)
     sums = accum._ranks.sum([sum(weights, 0.0), float(len(window)), float(bool(window)), full])
     _, count, feed.alive, full = _floats(sums)
     if count == 0 or (full == 0 and accum._options.tail == "drop"):
@@ -211,12 +228,12 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
         return
     feed.last = not window
     if not window:
-        _pause(accum)
+        _pause(accum, Meeting.SHORT)
         plan.left = 0
         accum._join()
     before = accum.micro_batches
     for item in window:
-        _pause(accum, feed)
+        _pause_before_block(accum, feed)
         plan.left -= 1
         yield item
         if plan.discarded:
@@ -233,7 +250,7 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
 def _meet(accum: Accumulator, feed: Feed, has_data: float) -> None:
     """At the start of a pass: how many ranks have data at all."""
     feed.alive = has_data
-    _pause(accum)
+    _pause(accum, Meeting.SHORT)
     if accum._ranks.size > 1:
         feed.alive = _floats(accum._ranks.sum([has_data]))[0]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,16 +13,19 @@ from typing import Any
 from torch import nn
 
 from accumplug.accumulator import Accumulator
-from accumplug.batches import Feed
-from accumplug.options import inner
+from accumplug.batches import Feed, Meeting
+from accumplug.sync import replicas, warm_up
 
 from . import window
+from .agreement import Meetings, Request, Store
 from .background import Writer
 from .format import list_checkpoints
 from .order import Order
+from .pace import Pace
+from .preemption import Signals, lasting_workers
 from .restore import Position, find
 from .snapshot import Snapshot
-from .subject import State, Subject
+from .subject import State, find_subject
 
 
 class Checkpointer:
@@ -73,24 +76,37 @@ class Checkpointer:
         signals: Sequence[int] = (),
         **stateful: Any,
     ) -> None:
-        _check_intervals(every, every_seconds)
         if accum._keeper is not None:
             raise ValueError("this Accumulator has a Checkpointer already; close() it first")
         self.directory = Path(directory)
         self._accum = accum
-        self._every = every
-        self._every_seconds = every_seconds
-        self._order = Order(loader)
-        self._subject = _subject(accum, model, stateful)
-        self._snapshot = Snapshot(accum, self._subject, self._order, 0, background)
-        self._writer = Writer(directory, keep=keep, background=background)
+        self._order = Order(loader, self._making_workers)
+        self._subject = find_subject(accum, model, stateful)
+        self._signals = Signals(signals)
+        self._kinds = tuple(signals)
+        self._pace = Pace(accum, every, every_seconds)
+        ranks = accum._ranks
+        self._store = Store(ranks, self.directory) if ranks.size > 1 else None
+        self._meetings = Meetings(self._store) if self._store else None
+        self._request = Request(self._store) if self._store and (signals or every_seconds) else None
+        self._snapshot = Snapshot(accum, self._subject, self._order, ranks.rank, background)
+        self._writer = Writer(
+            directory,
+            keep=keep,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            token=self._store.token() if self._store else None,
+            background=background,
+        )
         self._source: Path | None = None
         self._resumed = False
         self._feed_state: State | None = None
         self._saved_at: tuple[int, ...] | None = None
-        self._last_save = time.monotonic()
         self._waits_for_step = False
         self._interrupted = False
+        if ranks.size > 1 and not accum.micro_batches:
+            for ddp in (ddp for one in self._subject.models for ddp in replicas(one)):
+                warm_up(ddp)
         accum._keeper = self
         accum._before_block.append(self._before_block)
         accum._after_block.append(self._after_block)
@@ -103,14 +119,20 @@ class Checkpointer:
         return self._interrupted
 
     def save(self) -> Path:
-        """Save now, and wait until it is on disk; between two blocks."""
+        """Save now, and wait until it is on disk. Between two blocks; all ranks have to call it."""
         self._save()
-        if (path := self.wait()) is None:
-            raise RuntimeError(f"nothing was written into {self.directory}")
-        return path
+        if self._store is None:
+            return self._whole(self.wait())
+        try:
+            path = self.wait()
+        except RuntimeError:
+            self._store.share("")
+            raise
+        name = self._store.share(path.name if path else "")
+        return self._whole(self.directory / name if name else None)
 
     def resume(self) -> Position | None:
-        """Go on from the newest whole checkpoint; None if there is none.
+        """Go on from the newest whole checkpoint; None if there is none. All ranks have to call it.
 
         A newer one that is damaged is passed over with a warning that names the file.
 
@@ -122,16 +144,15 @@ class Checkpointer:
         if accum._micro is not None or accum._feed is not None:
             raise RuntimeError("resume inside of a pass; call it before accum.batches(...)")
         self.wait()
-        found = find(self.directory)
+        found = find(self.directory, accum._ranks, self._store)
         self._resumed = True
         for reason in found.passed:
             warnings.warn(f"passed over: {reason}", stacklevel=2)
         if found.checkpoint is None:
             return None
-        path, parts = found.checkpoint.path, found.parts
-        self._load(parts)
-        self._source = path
-        self._snapshot.is_of(path)
+        self._load(found.parts)
+        self._source = found.checkpoint.path
+        self._snapshot.is_saved()
         self._saved_at = self._here()
         return Position(
             update=accum.updates,
@@ -139,12 +160,12 @@ class Checkpointer:
             epoch=accum.epoch,
             position=accum.position,
             pending=accum.pending,
-            path=path,
+            path=self._source,
             passed=found.passed,
         )
 
     def wait(self) -> Path | None:
-        """Wait until nothing is being written; the newest checkpoint of this run, if any."""
+        """Wait until this rank writes nothing; the newest checkpoint of this run, on rank 0."""
         try:
             return self._writer.wait()
         except RuntimeError:
@@ -152,8 +173,9 @@ class Checkpointer:
             raise
 
     def close(self) -> None:
-        """Wait, and let go of the Accumulator. Closing twice is fine."""
+        """Wait, and let go of the Accumulator and of the signals. Closing twice is fine."""
         accum = self._accum
+        self._signals.restore()
         if accum._keeper is self:
             accum._keeper = None
             accum._before_block.remove(self._before_block)
@@ -180,17 +202,25 @@ class Checkpointer:
                 "the run was interrupted and saved; leave the loop: if checkpoint.interrupted: "
                 "break"
             )
-        accum = self._accum
         state, self._feed_state = self._feed_state, None
-        accum._feed = feed
+        self._accum._feed = feed
         if self._order.begun and state is not None:
             window.put_feed(state, feed)
         else:
-            accum.position = 0
-        return self._order.open(loader, accum.position)
+            self._accum.position = 0
+        return self._order.open(loader, self._accum.position)
 
-    def must_stop(self, meets: bool) -> bool:
+    def must_stop(self, meeting: Meeting) -> bool:
         """Whether the pass has to end before the next block."""
+        if self._waits_for_step:
+            self._act()
+        if not self._interrupted and self._meetings is None:
+            if self._signals.arrived:
+                self._answer("stop")
+        elif not self._interrupted and self._meetings is not None:
+            self._agree(meeting is not Meeting.NONE)
+            if not self._interrupted and meeting in (Meeting.FULL, Meeting.SHORT):
+                self._meetings.catch_up(self._save, meeting is Meeting.SHORT)
         return self._interrupted
 
     def after_body(self) -> bool:
@@ -209,17 +239,13 @@ class Checkpointer:
             self._snapshot.forget()
             raise
         if self._accum._feed is None:
-            if self._order.loader is not None:
-                raise RuntimeError(
-                    "the place in the data is not known, as the loop goes through it by itself; "
-                    "let it go through accum.batches(loader), or leave out loader= and bring the "
-                    "data to accum.micro_batches yourself"
-                )
+            self._refuse_unseen_data()
             if self._waits_for_step:
                 self._act()
         self._order.settle()
 
     def _after_block(self) -> None:
+        self._pace.block_ended()
         self._waits_for_step = self._steps_later()
         if not self._waits_for_step:
             self._act()
@@ -233,16 +259,40 @@ class Checkpointer:
         return loop is None or not (loop.stepped or loop.was_skipped())
 
     def _act(self) -> None:
-        """Between two blocks: save, if it is time."""
+        """A block is over: do what is to be done then."""
         self._waits_for_step = False
-        if self._is_due() and self._here() != self._saved_at:
+        if self._pace.is_due() and self._here() != self._saved_at:
             self._save()
+        if self._meetings is not None:
+            self._agree(meets=False)
+        elif self._signals.arrived and not self._interrupted:
+            self._answer("stop")
+        elif self._pace.is_time():
+            self._answer("save")
 
-    def _is_due(self) -> bool:
-        if self._every is not None and self._accum.micro_batches % self._every == 0:
-            return True
-        seconds = self._every_seconds
-        return seconds is not None and time.monotonic() - self._last_save >= seconds
+    def _agree(self, meets: bool) -> None:
+        """On several ranks: ask for what is due here, and do what the ranks have agreed on."""
+        if (request := self._request) is None:
+            return
+        while True:
+            if request.known is None and self._signals.arrived and not self._interrupted:
+                request.ask("stop")
+            elif request.known is None and self._accum._ranks.rank == 0 and self._pace.is_time():
+                request.ask("save")
+            if not request.is_time(self._accum.pending, meets):
+                return
+            what = request.known
+            request.done()
+            self._answer(what)
+            if self._interrupted:
+                return
+
+    def _answer(self, what: str | None) -> None:
+        if self._here() != self._saved_at or self._store is not None:
+            self._save()
+        self._pace.saved()
+        if what == "stop":
+            self._interrupted = True
 
     # -- saving and loading --------------------------------------------------------------------
 
@@ -251,29 +301,55 @@ class Checkpointer:
         return accum.windows, accum.pending, accum.micro_batches, accum.epoch, accum.position
 
     def _save(self) -> None:
+        if self._accum._micro is not None:
+            raise RuntimeError("save inside of a block; a micro-batch is saved when it ends")
         self._refuse_foreign_directory()
         if (last := self.wait()) is not None:
             self._source = last
-        job = self._snapshot.take(self._source)
+        job = self._snapshot.take(self._source, {"count": self._pace.count})
         try:
             self._writer.submit(job)
         except RuntimeError:
             self._snapshot.forget()
             raise
-        self._saved_at, self._last_save = self._here(), time.monotonic()
+        self._saved_at = self._here()
+        self._pace.saved()
+        if self._meetings is not None:
+            self._meetings.saved()
 
     def _load(self, parts: State) -> None:
-        models, optimizers = len(self._subject.models), len(self._subject.optimizers)
-        own = parts["rank-0"]
-        self._subject.load_weights(_several(parts["model"], models))
-        self._subject.load_progress(parts["progress"], _several(parts["optimizer"], optimizers))
-        self._subject.load_others(parts.get("objects-0", {}))
+        rank = self._accum._ranks.rank
+        own = parts[f"rank-{rank}"]
+        self._subject.load(parts["model"], parts["optimizer"], parts["progress"])
+        self._subject.load_others(parts.get(f"objects-{rank}", {}))
         window.put(own, self._accum, self._subject, self._order)
         self._feed_state = own["feed"]
+        self._pace.start_at(own["count"])
+
+    @contextmanager
+    def _making_workers(self, loader: Any) -> Iterator[None]:
+        if getattr(loader, "num_workers", 0):
+            self.wait()  # a process must not fork while another thread of it holds locks
+        with lasting_workers(loader, self._kinds):
+            yield
+
+    def _whole(self, path: Path | None) -> Path:
+        if path is None:
+            raise RuntimeError(f"no checkpoint was written into {self.directory}; see rank 0")
+        return path
+
+    def _refuse_unseen_data(self) -> None:
+        if self._order.loader is None and self._request is None:
+            return
+        raise RuntimeError(
+            "the place in the data is not known, as the loop goes through it by itself; let it go "
+            "through accum.batches(loader), or leave out loader= (and, on several ranks, signals= "
+            "and every_seconds=) and bring the data to accum.micro_batches yourself"
+        )
 
     def _refuse_foreign_directory(self) -> None:
         """A later checkpoint of another run would be taken for this one's."""
-        if self._resumed:
+        if self._resumed or self._accum._ranks.rank:
             return
         if found := list_checkpoints(self.directory):
             raise RuntimeError(
@@ -281,51 +357,3 @@ class Checkpointer:
                 f"or give another directory"
             )
         self._resumed = True
-
-
-def _check_intervals(every: int | None, every_seconds: float | None) -> None:
-    if every is not None and (type(every) is not int or every < 1):
-        raise ValueError(f"every is a number of micro-batches of at least 1; got {every!r}")
-    if every_seconds is not None and not every_seconds > 0:
-        raise ValueError(f"every_seconds is a number above 0; got {every_seconds!r}")
-
-
-def _subject(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> Subject:
-    """What is to be saved, complete, or ValueError."""
-    loop = accum._loop
-    if model is None and loop is not None:
-        model = loop.models()
-    models = [model] if isinstance(model, nn.Module) else list(model or ())
-    if not models or not all(isinstance(one, nn.Module) for one in models):
-        raise ValueError("model is the torch module, or the modules, that accum is given")
-    optimizers = list(accum._options.optimizers)
-    schedulers = list(accum._options.schedulers)
-    if loop is not None:
-        optimizers += [inner(o) for o in loop.accelerator._optimizers]
-        schedulers += [inner(s) for s in loop.accelerator._schedulers]
-    for name, thing in stateful.items():
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise ValueError(f"{name} is a {type(thing).__name__} without state_dict")
-    if not optimizers and not stateful:
-        raise ValueError(
-            "neither accum nor the Checkpointer knows an optimizer, so its state would not be "
-            "saved; give it to the Accumulator, or here: optimizer=optimizer"
-        )
-    known = {id(p) for one in models for p in one.parameters()}
-    for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"the optimizer steps a parameter of shape {tuple(parameter.shape)} of none of "
-                    f"the models given; give all of them: model=[...]"
-                )
-    return Subject(models, _each(optimizers), _each(schedulers), accum._scaler, stateful)
-
-
-def _each(things: list[Any]) -> list[Any]:
-    return list({id(thing): thing for thing in things}.values())
-
-
-def _several(part: Any, count: int) -> list[Any]:
-    """The states in a part: one is stored as it is, see snapshot.py."""
-    return [part] if count == 1 else part

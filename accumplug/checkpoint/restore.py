@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accumplug.sync import Ranks
+
+from .agreement import Store
 from .files import CheckpointError
-from .format import Checkpoint, newest, read_part
+from .format import Checkpoint, newest, open_checkpoint, read_part
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,30 @@ class Found:
     passed: tuple[str, ...]
 
 
-def find(directory: str | os.PathLike[str], rank: int = 0) -> Found:
-    """Read the newest checkpoint that is whole."""
+def find(directory: Path, ranks: Ranks, store: Store | None) -> Found:
+    """Read the newest checkpoint that is whole for all ranks; rank 0 looks for it."""
     skip: dict[str, str] = {}
+    passed: tuple[str, ...] = ()
     while True:
-        found = newest(directory, full=False, skip=skip)
-        passed = tuple(dict.fromkeys((*skip.values(), *found.passed)))
-        if found.checkpoint is None:
-            return Found(None, {}, passed)
+        name = ""
+        if ranks.rank == 0:
+            found = newest(directory, full=False, skip=skip)
+            passed = found.passed
+            name = "" if found.checkpoint is None else found.checkpoint.path.name
+        if store is not None:
+            name = store.share(name)
+        reasons = tuple(dict.fromkeys((*skip.values(), *passed)))
+        if not name:
+            return Found(None, {}, reasons)
+        wrong, parts = "", {}
         try:
-            return Found(found.checkpoint, read(found.checkpoint, rank), passed)
+            checkpoint = open_checkpoint(directory / name)
+            parts = read(checkpoint, ranks.rank)
         except CheckpointError as error:
-            skip[found.checkpoint.path.name] = str(error)
+            wrong = str(error)
+        if ranks.sum([float(bool(wrong))])[0] == 0:
+            return Found(checkpoint, parts, reasons)
+        skip[name] = wrong or f"{directory / name}: damaged in a file that another rank needs"
 
 
 def read(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:

@@ -36,13 +36,14 @@ class Snapshot:
         self._stamps: dict[str, Stamp] = {}
         self._tree: Any = None
 
-    def take(self, source: Path | None) -> Job:
-        """The next save. `source`: the checkpoint that the last `take` has become, if it is there.
+    def take(self, source: Path | None, more: State) -> Job:
+        """The next save, with `more` in this rank's part.
 
-        Until the next `take` nothing of it changes.
+        `source`: the checkpoint that the last `take` has become, if it has become one. What is
+        returned does not change until the next `take`.
         """
         parts, link = {}, []
-        state = take(self._accum, self._subject, self._order)
+        state = take(self._accum, self._subject, self._order) | more
         parts[f"rank-{self._rank}"] = self._copied(f"rank-{self._rank}", encode(state))
         if self._subject.stateful:
             name = f"objects-{self._rank}"
@@ -60,8 +61,8 @@ class Snapshot:
                 self._stamps[name] = stamp
         return Job(self._position(), parts, tuple(link), source if link else None)
 
-    def is_of(self, checkpoint: Path) -> None:
-        """The run is as it is in `checkpoint`."""
+    def is_saved(self) -> None:
+        """The run is as it was when it was saved: it has just been resumed."""
         self._stamps = {name: stamp for name, stamp, _ in self._big()}
 
     def forget(self) -> None:

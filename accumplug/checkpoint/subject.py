@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accumplug.accumulator import Accumulator
+from accumplug.options import inner
+
 State = dict[str, Any]
 Stamp = tuple[Any, ...]
 """Equal stamps: the tensors are the same ones, and nobody has written into them since."""
@@ -127,6 +130,11 @@ class Subject:
         if self.scaler is not None:
             self.scaler.load_state_dict(progress["scaler"])
 
+    def load(self, model: Any, optimizer: Any, progress: State) -> None:
+        """Load the parts of these names."""
+        self.load_weights(_several(model, len(self._models)))
+        self.load_progress(progress, _several(optimizer, len(self.optimizers)))
+
     def others(self) -> State:
         """The states of the objects that were given by name."""
         return {name: thing.state_dict() for name, thing in self.stateful.items()}
@@ -173,3 +181,44 @@ def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
             loaded = optimizer.state[parameter].get(key)
             if isinstance(saved, Tensor) and loaded is not None and loaded.dtype != saved.dtype:
                 optimizer.state[parameter][key] = saved.to(loaded.device)
+
+
+def find_subject(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> Subject:
+    """What is to be saved, complete, or ValueError."""
+    loop = accum._loop
+    if model is None and loop is not None:
+        model = loop.models()
+    models = [model] if isinstance(model, nn.Module) else list(model or ())
+    if not models or not all(isinstance(one, nn.Module) for one in models):
+        raise ValueError("model is the torch module, or the modules, that accum is given")
+    optimizers = list(accum._options.optimizers)
+    schedulers = list(accum._options.schedulers)
+    if loop is not None:
+        optimizers += [inner(o) for o in loop.accelerator._optimizers]
+        schedulers += [inner(s) for s in loop.accelerator._schedulers]
+    for name, thing in stateful.items():
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise ValueError(f"{name} is a {type(thing).__name__} without state_dict")
+    if not optimizers and not stateful:
+        raise ValueError(
+            "neither accum nor the Checkpointer knows an optimizer, so its state would not be "
+            "saved; give it to the Accumulator, or here: optimizer=optimizer"
+        )
+    known = {id(p) for one in models for p in one.parameters()}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"the optimizer steps a parameter of shape {tuple(parameter.shape)} of none of "
+                    f"the models given; give all of them: model=[...]"
+                )
+    return Subject(models, _each(optimizers), _each(schedulers), accum._scaler, stateful)
+
+
+def _each(things: list[Any]) -> list[Any]:
+    return list({id(thing): thing for thing in things}.values())
+
+
+def _several(part: Any, count: int) -> list[Any]:
+    """The states in a part: one is stored as it is, see snapshot.py."""
+    return [part] if count == 1 else part

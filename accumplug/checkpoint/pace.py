@@ -1,0 +1,71 @@
+"""When the next save is due, by micro-batches and by the clock."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from accumplug.accumulator import Accumulator
+
+
+class Pace:
+    """Counts micro-batches so that all ranks find the same number due.
+
+    On one rank it is `accum.micro_batches`, and on several ranks too while their data are even.
+    Where some had fewer in a window, all of them count the mean, rounded up, once it closes.
+    """
+
+    def __init__(self, accum: Accumulator, every: int | None, seconds: float | None) -> None:
+        if every is not None and (type(every) is not int or every < 1):
+            raise ValueError(f"every is a number of micro-batches of at least 1; got {every!r}")
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"every_seconds is a number above 0; got {seconds!r}")
+        self._accum = accum
+        self._every = every
+        self._seconds = seconds
+        self._last = time.monotonic()
+        self._windows = 0
+        self._micro_batches = 0
+        self._lead = 0
+
+    @property
+    def count(self) -> int:
+        """Micro-batches so far."""
+        return self._accum.micro_batches + self._lead
+
+    def block_ended(self) -> None:
+        """Count it."""
+        accum = self._accum
+        if accum._ranks.size > 1 and accum.windows != self._windows:
+            own = min(accum.micro_batches - self._micro_batches, _closed(accum))
+            self._lead += math.ceil(_of_all_ranks(accum) / accum._ranks.size) - own
+        if accum.windows != self._windows:
+            self._windows, self._micro_batches = accum.windows, accum.micro_batches
+
+    def is_due(self) -> bool:
+        """Whether a save is due after this micro-batch."""
+        return self._every is not None and self.count % self._every == 0
+
+    def is_time(self) -> bool:
+        """Whether a save is due by this rank's clock."""
+        return self._seconds is not None and time.monotonic() - self._last >= self._seconds
+
+    def saved(self) -> None:
+        """The clock starts anew."""
+        self._last = time.monotonic()
+
+    def start_at(self, count: int) -> None:
+        """Another process has counted to `count`."""
+        accum = self._accum
+        self._lead = count - accum.micro_batches
+        self._windows = accum.windows
+        self._micro_batches = accum.micro_batches - accum.pending
+
+
+def _closed(accum: Accumulator) -> int:
+    return 0 if accum._closed is None else accum._closed.micro_batches
+
+
+def _of_all_ranks(accum: Accumulator) -> float:
+    plan = accum._feed.plan if accum._feed is not None else None
+    return float(accum._weights.micro_batches if plan is None else plan.micro_batches)
