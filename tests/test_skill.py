@@ -18,7 +18,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-import accumplug
 from accumplug import Accumulator
 from accumplug.cli import main
 
@@ -113,7 +112,6 @@ def test_the_loop_in_fp16_is_the_textbook_of_torch_in_full_windows():
     assert same(names["model"], reference)
 
 
-@pytest.mark.skipif(not hasattr(accumplug, "Checkpointer"), reason="there is no Checkpointer yet")
 def test_a_run_goes_on_from_where_it_was_stopped(tmp_path, monkeypatch):
     """Broken off by an exception in mid-window, the shown loop ends as one that never was."""
     whole, stopped, again = (given(data([4] * 80)) for _ in range(3))
