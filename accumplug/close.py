@@ -162,6 +162,12 @@ def _found_inf(scaler: Any, optimizer: Optimizer, like: Tensor) -> Tensor:
     return torch.stack(found).sum() if found else torch.zeros((), device=like.device)
 
 
+def scale_state(scaler: Any) -> object:
+    """Differs if the scale of `scaler` has been changed; not read from the device."""
+    scale = getattr(scaler, "_scale", None)
+    return (id(scale), scale._version) if isinstance(scale, Tensor) else None
+
+
 def unscaled(scaler: Any) -> bool:
     """Whether `scaler` stands between unscale_ and update, where nothing may be saved."""
     states = _states(scaler) or {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accumplug import sharded
+from accumplug.close import unscaled
 from accumplug.sync import check_reduced, join_forward, reduce_now, reduce_sums
 from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
@@ -54,8 +55,6 @@ class MicroBatch:
     _awaited: frozenset[int] | set[int] = frozenset()
     """DDP modules whose forward in this block owes the others a collective, by id."""
     _used = False
-    _agreed = False
-    """Whether no rank's backward reduces, so that they can tell each other what they used."""
     _backwards = 0
     _reduced = False
     _deferred: ExitStack | None = None
@@ -178,8 +177,8 @@ class MicroBatch:
         if accum._sum.distributed:
             self.replicas = accum._sum.replicas(self.models)
             self.roots = accum._sum.roots(self.models)
-            self._agreed = not accum._may_overlap(self.replicas)
-            self.overlaps = self.reduces and not self.virtual and not self._agreed
+            may_overlap = accum._may_overlap(self.replicas)
+            self.overlaps = self.reduces and not self.virtual and may_overlap
         if self.replicas or self.roots or accum._foreign().replicas:
             self._defer()
         if accum._server is not None and (server := accum._serves(self)) is not None:
@@ -384,7 +383,7 @@ class MicroBatch:
             return True
         for ddp in self.replicas:
             if not self._reduced:
-                reduce_now(ddp, accum._ranks, self._agreed)
+                reduce_now(ddp)
             check_reduced(ddp)
         return True
 
@@ -403,9 +402,13 @@ class MicroBatch:
                     f"accum.backward(loss) in it (accelerator.backward in an Accelerate loop, "
                     f"never loss.backward()), or micro.skip() to leave the micro-batch out"
                 )
-            self._stand_in()
+            if not self.finished:
+                self._stand_in()
         if not self.finished:
             self._finish()
+        if not self.ends and accum._scaler is not None and unscaled(accum._scaler):
+            accum._tear("the scaler has unscaled the gradients")
+            raise TornWindowError(accum._torn_message())
         if not self.ends or accum.takes_step:
             self._refuse_touched(gone=self.ends)
 

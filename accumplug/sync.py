@@ -101,39 +101,36 @@ def join_forward(ddp: DistributedDataParallel) -> None:
     ddp.require_forward_param_sync = False
 
 
-def reduce_now(ddp: DistributedDataParallel, ranks: Ranks, agreed: bool) -> None:
+class _Nothing(torch.autograd.Function):
+    """A graph whose backward gives no parameter a gradient, but runs the hooks behind each."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (None,) * ctx.count
+
+
+def reduce_now(ddp: DistributedDataParallel) -> None:
     """Average `.grad` over the ranks through `ddp`'s own buckets and hooks, with no forward.
 
-    A backward that adds zero to each parameter makes the reducer do what it does in a synced
-    backward. Other ranks may be in a real one, or here.
-
-    With find_unused_parameters the parameters that no rank has used stay without a gradient.
-    `agreed`: all ranks are here, so they can tell each other which ones are used.
+    A backward that gives nothing to any parameter makes the reducer do what it does in a synced
+    backward; other ranks may be in a real one, or here. With find_unused_parameters it takes a
+    parameter as used if it has a `.grad`, so one that no rank has used stays without.
     """
     parameters = reduced_parameters(ddp)
-    reducer = ddp.reducer
-    reducer._rebuild_buckets()
-    reducer.prepare_for_forward()
-    used = parameters
-    outputs: list[Tensor] = []
+    ddp.reducer._rebuild_buckets()
+    ddp.reducer.prepare_for_forward()
     if ddp.find_unused_parameters:
-        used = _used(parameters, ranks, agreed)
-        if not used:
-            return
-        outputs = [p.reshape(-1)[:1].sum() for p in used]  # the reducer walks this graph
-    reducer.prepare_for_backward(outputs)
-    torch.autograd.backward(used, [p.new_zeros(()).expand_as(p) for p in used])
+        # at least one has to start the reducer; if it has no .grad it does not count as used
+        parameters = [p for p in parameters if p.grad is not None] or parameters[-1:]
+    nothing = _Nothing.apply(*parameters)  # type: ignore[no-untyped-call]
+    ddp.reducer.prepare_for_backward([nothing] if ddp.find_unused_parameters else [])
+    nothing.backward()
     ddp.require_forward_param_sync = True
-
-
-def _used(parameters: list[nn.Parameter], ranks: Ranks, agreed: bool) -> list[nn.Parameter]:
-    marks = [float(p.grad is not None) for p in parameters]
-    if agreed:
-        marks = _numbers(ranks.sum(marks))
-    used = [p for p, mark in zip(parameters, marks, strict=True) if mark]
-    # With nothing used here and the other ranks in a real backward, one mark starts the
-    # reducer; the last parameter, the output's, is the one that they use as well.
-    return used if used or agreed else parameters[-1:]
 
 
 def reduce_sums(ddps: Sequence[DistributedDataParallel], ranks: Ranks) -> None:

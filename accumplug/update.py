@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accumplug.close import NonFiniteError, take_update
+from accumplug.close import NonFiniteError, scale_state, take_update
 from accumplug.running import RunningSum
 from accumplug.window import Weight, Window, is_number
 
@@ -33,6 +33,7 @@ class Update:
         self.overflows = 0.0
         """Micro-batches left out although their loss was finite: the scale is too large."""
         self._stepping = False
+        self._scaled_by: object = None
         self._options = options
         self._sum = running
         self._scaler = scaler
@@ -53,6 +54,7 @@ class Update:
         one = torch.ones((), device=loss.device)
         if self._scaler is not None and self.scale is None:
             self.scale = self._scaler.scale(one)
+            self._scaled_by = scale_state(self._scaler)
         wide = loss.dtype if loss.dtype is torch.float64 else torch.float32
         scaled: Tensor = (one if self.scale is None else self.scale).to(wide) / divisor
         return scaled.to(loss.dtype).reshape(loss.shape)
@@ -68,6 +70,7 @@ class Update:
 
     def hand_over(self) -> None:
         """The sum is finished: a loop that steps gets it in a form that its optimizer takes."""
+        self._follow_scale()
         if self._loop is None:
             self._sum.narrow()
         else:
@@ -80,8 +83,7 @@ class Update:
 
         `shared`: the scaler is another Accumulator's, too, so its scale may have changed.
         """
-        if shared and self.scale is not None:
-            self._sum.scale(self._scaler.scale(torch.ones_like(self.scale)) / self.scale)
+        self._follow_scale(shared)
         self._stepping = True
         try:
             outcome = take_update(
@@ -122,6 +124,13 @@ class Update:
     def forget(self) -> None:
         """The window is over."""
         self.scale, self.overflows = None, 0.0
+
+    def _follow_scale(self, shared: bool = False) -> None:
+        """Bring the sum to the scaler's scale, if that was changed while the window was open."""
+        if self.scale is not None and (shared or scale_state(self._scaler) != self._scaled_by):
+            now = self._scaler.scale(torch.ones_like(self.scale))
+            self._sum.scale(now / self.scale)
+            self.scale = now
 
     def _backed_off(self) -> bool:
         """Whether the scaler has skipped the loop's step in the closing block."""
