@@ -29,8 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accumplug import Accumulator
-from accumplug.plan import plan
+from accumplug import Accumulator, plan
 from accumplug.report import report
 
 LENGTH = 128  # characters in a sequence

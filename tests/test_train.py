@@ -225,6 +225,33 @@ def test_processes_that_accelerate_does_not_start_are_missed(tmp_path: Path) -> 
     assert "--num_processes 2" in run.err
 
 
+@pytest.mark.parametrize(
+    ("command", "numbers"),
+    [
+        ("python /bin/accelerate launch --num_machines 2 --machine_rank 1 train.py", (2, 2, 1)),
+        ("python /bin/accelerate-launch --num-machines=3 --cpu train.py -x", (3, 3, None)),
+        ("python -m accelerate.commands.launch --num_processes 4 train.py", (1, 4, None)),
+        ("python /bin/accelerate launch --config_file CONFIG train.py", (2, 2, 1)),
+        ("python /bin/accelerate launch --config_file CONFIG --machine_rank 0 a.py", (2, 2, 0)),
+        ("bash launch.sh", (1, 1, None)),
+    ],
+)
+def test_the_launchers_numbers_are_read(
+    command: str, numbers: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its command line, in each of its spellings, and from the file that it names."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, mixed_precision: 'no', "
+        "use_cpu: true, debug: false, num_processes: 2, num_machines: 2, machine_rank: 1}"
+    )
+    monkeypatch.syspath_prepend(str(RECIPES))
+    machines = importlib.import_module("machines")
+    monkeypatch.setattr(machines, "default_config_file", str(tmp_path / "none"))
+    words = [str(config) if word == "CONFIG" else word for word in command.split()]
+    assert machines.launcher_numbers(words) == numbers
+
+
 @BOTH
 def test_fp16_on_the_cpu_is_fp16(recipe: str, alone: Alone, tmp_path: Path, texts: str) -> None:
     """A scaler is at work, and the loss differs from that of fp32 by fp16's rounding: more than
