@@ -295,9 +295,13 @@ def test_an_outer_loader_does_not_end_the_windows_of_the_inner_one():
     accum = Accumulator(4, accelerator=loop.accelerator)
     sizes = loop.sizes(accum)
     tasks, train = loop.accelerator.prepare(loader_of(6), loader_of(12))
-    with pytest.warns(UserWarning, match="windows follow the innermost"):
+
+    def run():
         for _ in tasks:
             loop.run(accum, train)
+
+    with pytest.warns(UserWarning, match="windows follow the innermost"):
+        run()
     assert sizes == [4, 2] * 3
     assert accum.epoch == 3
 

@@ -40,9 +40,9 @@ def autocast_loss(model, batch):
 # -- the same bits --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0, 65536.0, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 65536.0, 3.0, 5.0])
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("steps", [1, 3, 4])
+@pytest.mark.parametrize("steps", [1, 3, 7])
 def test_full_windows_with_a_scaler_have_the_bits_of_the_textbook_loop(scale, clip, steps):
     """Also with a scale that is no power of two; the scale grows on the way."""
     ours, theirs = network(torch.float32), network(torch.float32)
@@ -360,7 +360,6 @@ def test_two_accumulators_on_one_scaler_do_not_change_each_others_windows():
     assert [a.last.grad_norm for a in accums] == [1.0, 1.0]
 
 
-@pytest.mark.xfail(strict=True, reason="followed only if another Accumulator shares the scaler")
 @pytest.mark.parametrize("takes_step", [True, False])
 def test_a_scale_that_is_set_in_the_middle_of_a_window_does_not_change_its_gradient(takes_step):
     """Slopes of 2 at a scale of 4 and then of 8 are a gradient of 2.0, not of 3.0 or 1.5."""
@@ -379,7 +378,6 @@ def test_a_scale_that_is_set_in_the_middle_of_a_window_does_not_change_its_gradi
     assert got == [2.0]
 
 
-@pytest.mark.xfail(strict=True, reason="torch's unscale leaves no trace on the gradient")
 def test_unscale_in_a_micro_batch_that_does_not_close_is_seen():
     """In a plain loop it would divide a partial sum, and then the scaled rest is added."""
     model, scaler = one(), scaler_of()
@@ -405,6 +403,7 @@ def test_raise_names_the_scale_and_goes_on_after_discard():
     run(accum, model, float("inf"))
     with pytest.raises(NonFiniteError, match=r"while it searches its scale an overflow is normal"):
         run(accum, model, 1.0)
+    assert scaler.get_scale() == 512.0
     accum.discard()
     for _ in range(2):
         run(accum, model, 0.5)

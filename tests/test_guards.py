@@ -367,7 +367,6 @@ def test_an_exception_in_the_close_itself_tears_the_window(who):
     assert accum.last.micro_batches == 2
 
 
-@pytest.mark.xfail(strict=True, reason="stands in twice, and finds what the loop has zeroed")
 def test_a_step_in_a_closing_block_of_weight_zero_without_backward_is_right():
     """Nothing to go back from, but the window closes here: the mean of the micro-batch before."""
     model = network()
