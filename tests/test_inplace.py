@@ -243,6 +243,22 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], set[str]]] =
         lambda: torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)]),
         set(),
     ),
+    "addmm with factors": (
+        lambda: Lambda(
+            lambda m, x: torch.addmm(m.b, x, m.w, beta=0.5, alpha=3.0),
+            w=torch.randn(8, 4),
+            b=torch.randn(4),
+        ),
+        hidden(5, 8),
+        set(),
+    ),
+    "addmm of a matrix": (
+        lambda: Lambda(
+            lambda m, x: torch.addmm(m.b, x, m.w), w=torch.randn(8, 4), b=torch.randn(5, 4)
+        ),
+        hidden(5, 8),
+        set(),
+    ),
     "experts in a batch": (
         lambda: Lambda(lambda m, x: torch.bmm(x[:2], m.w), w=torch.randn(2, 8, 4)),
         hidden(),
@@ -435,19 +451,21 @@ def test_nothing_is_left_on_the_model(fails: bool) -> None:
     assert traces(model) == before
 
 
-def test_no_graph_is_kept_alive() -> None:
-    """What a forward without a backward saved goes with its result."""
-    model = nn.Linear(8, 8)
-    model.weight.grad = torch.zeros(8, 8)
+def test_nothing_of_a_forward_is_kept_alive() -> None:
+    """What it saved goes with its result, what it cast at the end of the block."""
+    model = nn.Linear(8, 9)
+    model.weight.grad = torch.zeros(9, 8)
     serve = serve_all(model)
     x = torch.randn(2, 8)
     gone = weakref.ref(x)
     gc.disable()
     try:
-        with serve.micro_batch(), torch.autocast("cpu"):
+        with serve.micro_batch(), torch.autocast("cpu", torch.bfloat16):
             y = model(x)
-        del x, y
-        assert gone() is None
+            del x, y
+            assert gone() is None
+        low = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.bfloat16]
+        assert not [t for t in low if t.shape == (9, 8)]
     finally:
         gc.enable()
 
@@ -470,8 +488,10 @@ def test_autograd_grad_returns_the_gradient_and_adds_nothing() -> None:
         dy = 2 * model(x).detach()
         (dw,) = torch.autograd.grad(loss, model.weight, retain_graph=True)
         torch.testing.assert_close(dw, dy.T @ x)
-        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        with Largest() as mode:
+            (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
         torch.testing.assert_close(dx, dy @ model.weight)
+        assert mode.elements == x.numel()  # the weight's gradient is not computed
         assert torch.equal(model.weight.grad, torch.ones(4, 5))
         assert not serve.report().served
 
@@ -537,9 +557,10 @@ def test_torchs_own_check_of_first_and_second_derivatives_passes() -> None:
 def test_backward_with_create_graph_gives_a_gradient_with_a_graph() -> None:
     """As autograd does, the sum is then a new tensor."""
     with linear() as (model, x, _):
-        loss = model(x).square().sum()
+        loss, old = model(x).square().sum(), model.weight.grad
         with pytest.warns(UserWarning, match="create_graph"):
             loss.backward(create_graph=True)
+        assert torch.equal(old, torch.ones(4, 5))
         assert model.weight.grad.requires_grad
         dy = 2 * model(x).detach()
         torch.testing.assert_close(model.weight.grad.detach(), 1 + dy.T @ x)
@@ -596,6 +617,7 @@ def test_what_requires_no_gradient_at_backward_time_gets_none() -> None:
         y = model(x).sum()
         model.weight.requires_grad_(False)
         y.backward()
+        model(x).sum().backward()
         model.weight.requires_grad_(True)
     assert torch.equal(model.weight.grad, torch.ones(4, 5))
 
@@ -684,11 +706,12 @@ def saved() -> Iterator[list[Any]]:
     """The shape, strides, dtype and value of each tensor that autograd saves."""
     seen: list[Any] = []
 
-    def pack(x: Tensor) -> Tensor:
+    def note(x: Tensor) -> Tensor:
+        assert torch._C._is_torch_function_enabled()
         seen.append((x.shape, x.stride(), x.dtype, x.double().sum().item()))
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(note, note):
         yield seen
 
 
@@ -705,12 +728,12 @@ def test_the_same_tensors_are_saved_in_the_same_order(name: str, graph: bool, lo
     given = given if name == "embedding" else given.requires_grad_(graph)
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         with saved() as expected:
-            model(given)
+            model(given).sum().backward()
         model.zero_grad(set_to_none=False)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         with serve_all(model).micro_batch(), saved() as got:
-            model(given)
+            model(given).sum().backward()
     assert got == expected
 
 
@@ -753,6 +776,15 @@ def test_under_autocast_the_sum_is_fp32_and_as_good_as_autograds(low: torch.dtyp
         error, usual = ((g.double() - truth[name]).norm() for g in (grad, expected[name]))
         assert error <= 1.1 * usual, name
     assert report.served == ("0", "1", "2", "3")
+
+
+def test_autocast_leaves_fp64_as_it_is() -> None:
+    """And so does a weight that is served."""
+    with linear() as (model, x, _), torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        assert y.dtype is torch.float64
+        y.sum().backward()
+        torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
 
 
 def test_a_weight_is_cast_once_in_a_micro_batch() -> None:
@@ -800,8 +832,8 @@ def test_fp32_sums_of_bf16_weights_are_served() -> None:
 def test_transforms_and_forward_mode_are_left_alone() -> None:
     """vmap, grad and functional_call of torch.func, and dual numbers, of a served weight."""
     with linear() as (model, x, _):
-        one = torch.func.vmap(lambda row: F.linear(row, model.weight))(x)
-        torch.testing.assert_close(one, x @ model.weight.T)
+        one = torch.func.vmap(lambda rows: F.linear(rows, model.weight))(x.expand(2, 3, 5))
+        torch.testing.assert_close(one, (x @ model.weight.T).expand(2, 3, 4))
         dw = torch.func.grad(lambda w: F.linear(x, w).sum())(model.weight)
         torch.testing.assert_close(dw, x.sum(0).expand(4, 5))
         parameters = {name: 2 * p for name, p in model.named_parameters()}
@@ -820,6 +852,10 @@ def test_evaluation_inside_of_a_micro_batch_is_ordinary() -> None:
             assert not model(x).requires_grad
         with torch.inference_mode():
             assert torch.equal(model(x), model(x))
+        with torch.no_grad():
+            view = model.weight.T
+        (x @ view).sum().backward()
+        assert torch.equal(model.weight.grad, torch.ones(4, 5))
         model.eval()
         model(x).sum().backward()
         torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))

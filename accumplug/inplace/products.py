@@ -47,7 +47,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         if dy is None:
             return (None,) * 6
-        # A checkpoint recomputes while these are read: outside of the block below.
+        # Other people's hooks run while these are read (a checkpoint recomputes): as outside.
         x, matrix = ctx.saved_tensors if ctx.biased else ctx.saved_tensors[::-1]
         _, _, _, for_x, for_bias, _ = ctx.needs_input_grad
         with DisableTorchFunctionSubclass():
@@ -130,7 +130,8 @@ def _deliver(
     The weight is the first tensor each Function here is given, so its edge is the first.
     """
     total = ctx.total.sum
-    wanted = _accumulates(ctx.next_functions[0][0])
+    node = ctx.next_functions[0][0]
+    wanted = node is not None and _accumulates(node)
     if wanted is False or (wanted and not total.weight.requires_grad):
         return None
     target = ctx.total.target() if wanted and not torch.is_grad_enabled() else None
