@@ -334,6 +334,17 @@ def test_an_optimizer_whose_parameters_were_not_used_does_not_trouble_the_scaler
     assert accum.updates == 1
 
 
+def test_a_window_without_any_gradient_leaves_the_scaler_alone():
+    """All parameters were unused: torch's scaler asserts if it is asked to update then."""
+    model, other, scaler = one(), one(), scaler_of(growth_interval=1)
+    accum = Accumulator(1, optimizer=SGD(model.parameters(), 1.0), scaler=scaler)
+    with accum(model):
+        accum.backward(other.weight.sum())
+    assert scaler.get_scale() == 1024.0
+    run(accum, model, 1.0)
+    assert (model.weight.item(), scaler.get_scale()) == (0.0, 2048.0)
+
+
 def test_a_window_without_weight_leaves_the_scaler_alone():
     """No update of the scale either, in the first window and in a later one."""
     model, scaler = one(), scaler_of(growth_interval=1)

@@ -21,6 +21,8 @@ class Plain:
     """What has to come out: micro-batches in a list, and autograd on their weighted mean."""
 
     steps: int
+    nonfinite: str
+    scale: float = 1024.0
     model: torch.nn.Module = field(default_factory=network)
     window: list = field(default_factory=list)
     planned: int = 0
@@ -40,12 +42,15 @@ class Plain:
             self.close()
 
     def close(self):
-        members = [(batch, weight) for batch, weight, _ in self.window if weight]
-        bad = any(bad and weight for _, weight, bad in self.window)
+        used = [micro_batch for micro_batch in self.window if micro_batch[1]]
+        if self.nonfinite == "skip_micro_batch":
+            used = [micro_batch for micro_batch in used if not micro_batch[2]]
         self.window = []
-        if not members or bad:
+        if not used or any(bad for _, _, bad in used):
             self.skipped += 1
+            self.scale *= 0.5 if used else 1.0
             return
+        members = [(batch, weight) for batch, weight, _ in used]
         total = sum(weight for _, weight in members)
         loss = sum(w * mean_loss(self.model, batch) for batch, w in members) / total
         grads = torch.autograd.grad(loss, list(self.model.parameters()))
@@ -97,23 +102,34 @@ actions = st.lists(st.one_of(micro_batches, micro_batches, micro_batches, others
 
 
 @settings(max_examples=150)
-@given(st.integers(1, 4), actions)
-def test_any_sequence_ends_in_the_weights_and_counts_of_the_plain_one(steps, actions):
+@given(
+    st.integers(1, 4), actions, st.booleans(), st.sampled_from(["skip_window", "skip_micro_batch"])
+)
+def test_any_sequence_ends_in_the_weights_and_counts_of_the_plain_one(
+    steps, actions, scaled, nonfinite
+):
     """Weights, zeros, sums, nan, skips, flushes, failures and new steps in any order."""
-    plain, model = Plain(steps), network()
-    accum = Accumulator(steps, optimizer=SGD(model.parameters(), 0.05, momentum=0.5))
+    plain, model = Plain(steps, nonfinite), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    accum = Accumulator(
+        steps,
+        optimizer=SGD(model.parameters(), 0.05, momentum=0.5),
+        scaler=scaler,
+        nonfinite=nonfinite,
+    )
     for place, (action, *details) in enumerate(actions):
         batch = BATCHES[place % len(BATCHES)]
         if action == "micro-batch":
             weight, how, bad = details
-            micro_batch(accum, model, batch, weight, how, bad)
+            one_term = how == "terms" and nonfinite == "skip_micro_batch"  # two are refused there
+            micro_batch(accum, model, batch, weight, "mean" if one_term else how, bad)
             plain.add(batch, weight, bad)
         elif action == "skip":
             with accum(model) as micro:
                 micro.skip()
             plain.add(batch, 0)
         elif action == "flush":
-            assert accum.flush() == any(weight for _, weight, _ in plain.window)
+            accum.flush()
             if plain.window:
                 plain.close()
         elif action == "discard":
@@ -135,5 +151,6 @@ def test_any_sequence_ends_in_the_weights_and_counts_of_the_plain_one(steps, act
         assert accum.pending == len(plain.window)
         counts = (accum.updates, accum.skipped, accum.micro_batches)
         assert counts == (plain.updates, plain.skipped, plain.micro_batches)
+        assert scaler is None or scaler.get_scale() == plain.scale
         # thirty updates, each rounded differently
         assert relative(list(model.parameters()), list(plain.model.parameters())) <= 1e-12
