@@ -313,6 +313,22 @@ def test_a_window_of_total_weight_zero_is_no_update_and_leaves_no_gradient(kind)
     assert math.isnan(accum.last.loss)
 
 
+@pytest.mark.parametrize("takes_step", [True, False])
+def test_a_second_term_alone_makes_no_update(takes_step):
+    """Total weight 0: whatever else was back-propagated is gone, too."""
+    model = network()
+    accum = Accumulator(2, optimizer=still(model) if takes_step else None)
+    closes = []
+    for batch in accum.batches(data([3, 3]), weigh=lambda _: 0):
+        loss = mean_loss(model, batch)
+        with accum(model) as micro:
+            accum.backward(loss, extra=loss)
+        closes.append(micro.closes)
+    assert closes == [False, False]
+    assert (accum.updates, accum.skipped) == (0, 1)
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
 def test_device_weights_of_zero_leave_no_nan_to_a_loop_that_steps(weights):
     """The host does not know that the total is 0; the gradient is 0 then, not 0 / 0."""

@@ -89,6 +89,34 @@ def test_a_schedule_that_needs_a_metric_is_refused():
     assert optimizer.param_groups[0]["lr"] < 1.0
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    """It asks for the loss again and again, which a window can't repeat."""
+    with pytest.raises(ValueError, match=r"LBFGS.*a closure"):
+        Accumulator(2, optimizer=torch.optim.LBFGS(network().parameters()))
+
+
+@pytest.mark.xfail(strict=True, reason="steps twice")
+def test_the_same_optimizer_twice_is_refused_or_steps_once():
+    """Two lists that were joined."""
+    model, (batch,) = network(), data([3])
+    optimizer = SGD(model.parameters(), 1.0)
+    try:
+        accum = Accumulator(1, optimizer=[optimizer, optimizer])
+    except ValueError:
+        return
+    expected = [p - g for p, g in zip(model.parameters(), big_batch(model, [batch]), strict=True)]
+    with accum(model):
+        accum.backward(mean_loss(model, batch))
+    assert relative(list(model.parameters()), expected) <= 1e-15
+
+
+def test_steps_may_be_an_integer_of_numpy():
+    """As a schedule that is computed gives them."""
+    numpy = pytest.importorskip("numpy")
+    assert Accumulator(numpy.int64(4)).steps == 4
+    assert Accumulator(lambda updates: numpy.int32(8)).steps == 8
+
+
 # -- models ---------------------------------------------------------------------------------
 
 
