@@ -110,7 +110,7 @@ class Accumulator:
             self._loop = AccelerateLoop(accelerator, self.backward, options, self._steps)
             scaler = accelerator.scaler if scaler is None else scaler
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
-        self._sum = RunningSum(options.optimizers)
+        self._sum = RunningSum(options.optimizers, self._loop.optimizers() if self._loop else ())
         self._weights = Weights(self._ranks, self._sum, sync == "every")
         self._update = Update(self, options, self._sum, self._scaler, self._loop)
         self._probe: NoiseProbe | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accumplug import sharded
 from accumplug.close import unscaled
-from accumplug.sync import check_reduced, join_forward, reduce_now, reduce_sums
+from accumplug.sync import before_forward, check_reduced, reduce_now, reduce_sums
 from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class MicroBatch:
     """The DDP modules in the block."""
     roots: Sequence[Any] = ()
     """The fully_shard modules: every rank runs a forward and a backward of them."""
-    _awaited: frozenset[int] | set[int] = frozenset()
-    """DDP modules whose forward in this block owes the others a collective, by id."""
     _used = False
     _backwards = 0
     _reduced = False
@@ -179,6 +177,11 @@ class MicroBatch:
             self.roots = accum._sum.roots(self.models)
             may_overlap = accum._may_overlap(self.replicas)
             self.overlaps = self.reduces and not self.virtual and may_overlap
+            if self.index == 0 or accum._options.sync == "every":
+                for ddp in self.replicas:
+                    before_forward(ddp)
+            if self.ends:
+                self._refuse_left_out()
         if self.replicas or self.roots or accum._foreign().replicas:
             self._defer()
         if accum._server is not None and (server := accum._serves(self)) is not None:
@@ -282,7 +285,7 @@ class MicroBatch:
     ) -> None:
         """Run the backward, adding nothing to the sums of other Accumulators."""
         references = self._accum._foreign().parameters
-        if not (references or self.overlaps) and self._accum.micro_batches:
+        if not (references or self.replicas) and self._accum.micro_batches:
             torch.autograd.backward(roots, grads, retain_graph, create_graph)
             return
         foreign = [p for r in references if (p := r()) is not None and p.requires_grad]
@@ -295,6 +298,12 @@ class MicroBatch:
             for parameter in foreign:
                 parameter.requires_grad_(True)
         self._reduced = self._stats() != stats
+        if not self.overlaps and any(ddp.require_forward_param_sync for ddp in self.replicas):
+            raise RuntimeError(
+                "the forward of this micro-batch ran outside of its block, where "
+                "DistributedDataParallel takes it for one that reduces; run it inside of "
+                "`with accum(model):`"
+            )
         if versions != self._accum._versions(self):
             raise ValueError(
                 "a parameter changed in the backward of a micro-batch that does not close: an "
@@ -304,7 +313,6 @@ class MicroBatch:
     def _defer(self) -> None:
         """Keep DDP from reducing, except in the backward that has to."""
         self._deferred = ExitStack()
-        awaited = self._awaited = set[int]()
         own = {id(ddp) for ddp in self.replicas}
         for reference in self._accum._foreign().replicas:
             if (ddp := reference()) is not None and id(ddp) not in own:
@@ -317,12 +325,17 @@ class MicroBatch:
         for ddp in self.replicas:
             if not self.overlaps:
                 self._deferred.enter_context(ddp.no_sync())
-            elif ddp._check_sync_bufs_pre_fwd():
-                awaited.add(id(ddp))
-                handle = ddp.register_forward_pre_hook(
-                    lambda module, _: awaited.discard(id(module))
+
+    def _refuse_left_out(self) -> None:
+        """Raise RuntimeError if the window has sums in a DDP module that is not in this block."""
+        accum, own = self._accum, {id(ddp) for ddp in self.replicas}
+        for ddp in accum._sum.replicas(accum._sum.models):
+            if id(ddp) not in own and any(p.grad is not None for p in ddp.parameters()):
+                raise RuntimeError(
+                    f"the micro-batch that closes the window leaves out a model that earlier ones "
+                    f"used, {type(ddp.module).__name__}: its gradients would be reduced by nobody. "
+                    f"Give each block the same models: accum(a, b)"
                 )
-                self._deferred.callback(handle.remove)
 
     def _before_step(self) -> None:
         """A loop clips or steps in a closing block: the sum has to be finished."""
@@ -348,11 +361,6 @@ class MicroBatch:
         """Add nothing, but take part in what the other ranks do in this micro-batch."""
         self._refuse_touched()
         if self.reduces or self.virtual:
-            for ddp in self.replicas:
-                if not self.overlaps or id(ddp) in self._awaited:
-                    join_forward(ddp)
-                else:
-                    ddp.reducer._rebuild_buckets()  # nothing, if a forward has done it
             self._accum._refer(0.0)
         if not self.finished:
             self._finish()
@@ -385,6 +393,8 @@ class MicroBatch:
             if not self._reduced:
                 reduce_now(ddp)
             check_reduced(ddp)
+        for ddp in self.replicas:  # now that all ranks are here; else the next forward does it
+            ddp.reducer._rebuild_buckets()
         return True
 
     def _stats(self) -> list[list[int]]:

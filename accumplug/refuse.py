@@ -59,10 +59,13 @@ def refuse_static_graph(model: nn.Module) -> None:
 def _refuse_unreduced(model: nn.Module, ranks: Ranks) -> None:
     ddps = replicas(model)
     for ddp in ddps:
-        if (size := dist.get_world_size(ddp.process_group)) != ranks.size:
+        own = dist.get_process_group_ranks(ddp.process_group)
+        group = dist.get_process_group_ranks(ranks.group)
+        if sorted(own) != sorted(group):
             raise ValueError(
-                f"DistributedDataParallel reduces over {size} ranks, but the Accumulator's "
-                f"process_group has {ranks.size}; give both the same process_group"
+                f"DistributedDataParallel reduces over {len(own)} ranks {own}, but the "
+                f"Accumulator's process_group has {len(group)}, {group}; give both the same "
+                f"process_group"
             )
     if ranks.size == 1:
         return

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accumplug import sharded
-from accumplug.sync import mark_used, replicas
+from accumplug.sync import in_order, mark_used, replicas
 from accumplug.window import Weight, is_number
 
 
@@ -81,10 +81,13 @@ class RunningSum:
     changes: ClassVar[int] = 0
     """Counts whatever was added to any sum, so that others can keep what they found."""
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], of_the_loop: Sequence[Optimizer] = ()
+    ) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
         self._optimizers = optimizers
         self._stepped = _parameters(optimizers)
+        self._ordering = self._stepped or _parameters(of_the_loop)
         self._all: list[nn.Parameter] | None = None
         self.distributed = False
         """Whether any model has parts that reduce over ranks."""
@@ -127,11 +130,12 @@ class RunningSum:
         return list(self._models)
 
     def replicas(self, models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-        """The DDP modules of `models`, each once, in the order of the models."""
+        """The DDP modules of `models`, each once, in the order of their optimizers."""
         if not self.distributed:
             return []
         found = [r() for model in models for r in self._models[model].replicas]
-        return list({id(r): r for r in found if r is not None}.values())
+        once = {id(r): r for r in found if r is not None}.values()
+        return in_order(once, self._ordering.values()) if len(once) > 1 else list(once)
 
     def roots(self, models: Iterable[nn.Module]) -> list[FSDPModule]:
         """The `fully_shard` roots of `models`, each once."""

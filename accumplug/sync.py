@@ -72,15 +72,16 @@ def replicas(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def find_replicas(parameters: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
-    """The live DDP modules that hold any of `parameters`, largest first.
+    """The live DDP modules that hold any of `parameters`, in the order of those.
 
     For a rank that takes part in a window before it has ever run a forward: all it knows is
     its optimizer. Looks through all objects of the process, so only for that.
     """
+    parameters = list(parameters)
     ids = {id(p) for p in parameters}
     found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     found = [ddp for ddp in found if any(id(p) in ids for p in ddp.parameters())]
-    return sorted(found, key=lambda ddp: -sum(p.numel() for p in ddp.parameters()))
+    return in_order(found, parameters)
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -89,16 +90,26 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return [p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
 
 
-def join_forward(ddp: DistributedDataParallel) -> None:
-    """Take part in the collectives that the other ranks' forward of `ddp` runs.
+def before_forward(ddp: DistributedDataParallel) -> None:
+    """Run the collectives that hide in the first forward of a window, before it.
 
-    DDP broadcasts its new bucket order once, and its buffers in the first forward after a
-    reduction; a rank that runs no forward in a window would leave the others waiting.
+    DDP broadcasts its buffers in the first forward after a reduction (and once its new bucket
+    order). Done here, on all ranks and in one order, a rank that runs no forward in the window
+    leaves nobody waiting.
     """
     ddp.reducer._rebuild_buckets()
     if ddp._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
         ddp._sync_buffers()  # type: ignore[no-untyped-call]
     ddp.require_forward_param_sync = False
+
+
+def in_order(
+    ddps: Iterable[DistributedDataParallel], parameters: Iterable[nn.Parameter]
+) -> list[DistributedDataParallel]:
+    """`ddps` by the place of their first one among `parameters`, the same on all ranks."""
+    place = {id(p): i for i, p in enumerate(parameters)}
+    last = len(place)
+    return sorted(ddps, key=lambda d: min(place.get(id(p), last) for p in d.parameters()))
 
 
 class _Nothing(torch.autograd.Function):
