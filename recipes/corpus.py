@@ -115,6 +115,12 @@ def collate(sequences: Sequence[Tensor]) -> MicroBatch:
     return inputs, targets, sum(len(s) - 1 for s in sequences)
 
 
+def deal(sequences: Sequence[Tensor], size: int, rank: int, world_size: int) -> list[MicroBatch]:
+    """One rank's share of `sequences`: micro-batches of `size` in their order, every ranks-th."""
+    begins = range(rank * size, len(sequences), world_size * size)
+    return [collate(sequences[begin : begin + size]) for begin in begins]
+
+
 class RankBatches(Sampler[list[int]]):
     """The micro-batches of one rank: those of the epoch's order, dealt out in turn.
 
@@ -137,8 +143,11 @@ class RankBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.items, generator=generator).tolist()
-        for begin in range(self.rank * self.size, self.items, self.world_size * self.size):
+        for begin in self._begins():
             yield order[begin : begin + self.size]
 
     def __len__(self) -> int:
-        return len(range(self.rank * self.size, self.items, self.world_size * self.size))
+        return len(self._begins())
+
+    def _begins(self) -> range:
+        return range(self.rank * self.size, self.items, self.world_size * self.size)

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, gather_object, parse_flag_from_env, set_seed
-from corpus import collate, cut, hold_out, number_characters, read_documents
+from accelerate.utils import DataLoaderConfiguration, gather_object, parse_flag_from_env
+from corpus import collate, cut, deal, hold_out, number_characters, read_documents
 from machines import learn_rank_from_launcher
 from metrics import append, describe
 from model import LanguageModel, nats
@@ -83,7 +83,7 @@ def main() -> None:
     loader = DataLoader(train, args.micro_batch, shuffle=True, collate_fn=collate)
 
     # The model.
-    set_seed(args.seed)
+    torch.manual_seed(args.seed)
     model = LanguageModel(len(ids) + 1)
     optimizer = AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -133,15 +133,12 @@ def main() -> None:
             if accum.updates == args.max_updates:
                 break
 
-    # The result, in full precision. Batches are dealt out, so that each is scored once.
+    # The result, in full precision. Each held-out sequence is scored by one rank.
     progress.close()
     log.close()
-    batches = [
-        collate(held_out[begin : begin + args.micro_batch])
-        for begin in range(0, len(held_out), args.micro_batch)
-    ]
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    scores = gather_object(nats(plain, batches[rank::world_size]))
+    share = deal(held_out, args.micro_batch, rank, world_size)
+    scores = gather_object(nats(plain, share))
     held_out_loss = math.fsum(scores) / sum(map(len, held_out_documents))
     accelerator.log({"held_out_loss": held_out_loss}, step=accum.windows)
     if rank == 0:

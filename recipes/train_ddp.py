@@ -15,7 +15,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from corpus import RankBatches, collate, cut, hold_out, number_characters, read_documents
+from corpus import RankBatches, collate, cut, deal, hold_out, number_characters, read_documents
 from metrics import append, describe
 from model import LanguageModel, nats
 from options import training_options, warm_up_and_decay
@@ -107,14 +107,11 @@ def main() -> None:
             if accum.updates == args.max_updates:
                 break
 
-    # The result, in full precision. Batches are dealt out, so that each is scored once.
+    # The result, in full precision. Each held-out sequence is scored by one rank.
     progress.close()
     log.close()
-    batches = [
-        collate(held_out[begin : begin + args.micro_batch])
-        for begin in range(0, len(held_out), args.micro_batch)
-    ]
-    scores = [nats(plain, batches[rank::world_size])] * world_size
+    share = deal(held_out, args.micro_batch, rank, world_size)
+    scores = [nats(plain, share)] * world_size
     if world_size > 1:
         dist.all_gather_object(scores, scores[0])
     characters = sum(map(len, held_out_documents))

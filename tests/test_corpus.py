@@ -19,6 +19,7 @@ from corpus import (
     RankBatches,
     collate,
     cut,
+    deal,
     hold_out,
     number_characters,
     read_documents,
@@ -91,6 +92,20 @@ def test_ranks_share_the_order_of_one_rank(
     assert sorted(i for batch in alone for i in batch) == list(range(items))
     for rank in range(world_size):
         assert batches(rank, world_size) == alone[rank::world_size]
+
+
+@given(documents, st.integers(1, 5), st.integers(1, 4))
+def test_held_out_text_is_dealt_out_once(texts: list[str], size: int, world_size: int) -> None:
+    """The ranks' shares together are the micro-batches of one rank, whatever their number."""
+    sequences = cut(texts, number_characters(texts), 7)
+    alone = deal(sequences, size, 0, 1)
+    assert sum(weight for _, _, weight in alone) == sum(map(len, texts))
+    for rank in range(world_size):
+        share = deal(sequences, size, rank, world_size)
+        for (inputs, targets, weight), expected in zip(share, alone[rank::world_size], strict=True):
+            assert torch.equal(inputs, expected[0])
+            assert torch.equal(targets, expected[1])
+            assert weight == expected[2]
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
