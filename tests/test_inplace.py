@@ -164,6 +164,11 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], set[str]]] =
     "embedding": (lambda: nn.Embedding(11, 8), tokens, {"Embedding"}),
     "padded embedding": (lambda: nn.Embedding(11, 8, padding_idx=3), tokens, {"Embedding"}),
     "padded from the end": (lambda: nn.Embedding(11, 8, padding_idx=-1), tokens, {"Embedding"}),
+    "padded lookup from the end": (
+        lambda: Lambda(lambda m, x: F.embedding(x, m.w, padding_idx=-2), w=torch.randn(11, 8)),
+        tokens,
+        {"Lambda"},
+    ),
     "sparse embedding": (lambda: nn.Embedding(11, 8, sparse=True), tokens, set()),
     "max_norm": (lambda: nn.Embedding(11, 8, max_norm=0.5), tokens, set()),
     "scaled by frequency": (lambda: nn.Embedding(11, 8, scale_grad_by_freq=True), tokens, set()),
@@ -257,6 +262,21 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], set[str]]] =
             lambda m, x: torch.addmm(m.b, x, m.w), w=torch.randn(8, 4), b=torch.randn(5, 4)
         ),
         hidden(5, 8),
+        set(),
+    ),
+    "rows by a list": (
+        lambda: Lambda(lambda m, x: F.linear(x, m.w[[0, 2]]), w=torch.randn(4, 8)),
+        hidden(),
+        set(),
+    ),
+    "one row": (
+        lambda: Lambda(lambda m, x: F.linear(x, m.w[0]), w=torch.randn(4, 8)),
+        hidden(),
+        set(),
+    ),
+    "matmul of a batch": (
+        lambda: Lambda(lambda m, x: x @ m.w, w=torch.randn(3, 8, 4)),
+        hidden(),
         set(),
     ),
     "experts in a batch": (
@@ -809,6 +829,27 @@ def test_a_bf16_weight_is_served_in_products_and_not_in_lookups() -> None:
     assert report.others == {
         "0": "an embedding whose sum in torch.bfloat16 would round at each row"
     }
+
+
+def test_a_sparse_lookup_keeps_its_sparse_gradient() -> None:
+    """Even beside a dense sum, which may be gone when the gradient arrives."""
+    model = nn.Embedding(11, 8, sparse=True)
+    model.weight.grad = torch.zeros(11, 8)
+    serve = serve_all(model)
+    with serve.micro_batch():
+        y = model(tokens()).sum()
+        model.weight.grad = None
+        y.backward()
+        assert model.weight.grad.is_sparse
+    model.weight.grad = None
+    reason = "an embedding with max_norm, scale_grad_by_freq or sparse"
+    assert serve.report().others == {"Embedding": reason}
+
+
+def test_a_wrong_padding_index_is_refused_as_always() -> None:
+    """By F.embedding, in its words."""
+    with linear() as (model, _, _), pytest.raises(AssertionError, match="within num_embeddings"):
+        F.embedding(torch.tensor([0]), model.weight, padding_idx=4)
 
 
 def test_fp32_sums_of_bf16_weights_are_served() -> None:

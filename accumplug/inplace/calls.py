@@ -85,11 +85,9 @@ def _plain_reverse_mode() -> bool:
     )
 
 
-def _open_sum(weight: Any) -> Sum | Part | None:
-    if not isinstance(weight, _Watched):
-        return None
-    total = weight._accumplug_sum
-    return total if total.sum.open and weight.dim() == 2 else None
+def _sum_of(weight: Any) -> Sum | Part | None:
+    watched = isinstance(weight, _Watched) and weight.dim() == 2
+    return weight._accumplug_sum if watched else None
 
 
 def _dense(x: Any) -> bool:
@@ -126,7 +124,7 @@ def _matmul(func: Any, x: Any, weight: Any, **out: Any) -> Any:
 
 
 def _product(transposed: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    total = _open_sum(weight)
+    total = _sum_of(weight)
     if total is None or x.dim() != 2 or isinstance(x, _Watched):
         return NotImplemented
     low = None
@@ -149,7 +147,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    total = _open_sum(weight)
+    total = _sum_of(weight)
     if total is None:
         return NotImplemented
     if max_norm is not None or scale_grad_by_freq or sparse:
@@ -179,7 +177,7 @@ def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _view(func: Callable[..., Any], weight: Any, *args: Any, **kwargs: Any) -> Any:
     """The same view, watched too; it is replayed on the sum when a gradient arrives."""
-    if not isinstance(weight, _Watched) or not weight._accumplug_sum.sum.open:
+    if not isinstance(weight, _Watched):
         return NotImplemented
     with DisableTorchFunctionSubclass():
         result = func(weight, *args, **kwargs)
