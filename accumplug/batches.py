@@ -40,7 +40,9 @@ class Meeting(Enum):
     FULL = auto()
     """This rank has run as many micro-batches since the last meeting as any other."""
     SHORT = auto()
-    """It may have run fewer than others, as its data have ended."""
+    """It may have run fewer than others, as its data end (or did, in the same window)."""
+    PASS = auto()
+    """A pass begins, perhaps inside of a window (tail="carry")."""
     STEP = auto()
     """They meet before each micro-batch (sync="every")."""
 
@@ -124,8 +126,9 @@ def _pause_before_block(accum: Accumulator, feed: Feed) -> None:
         steps = accum._window.steps
     else:
         steps = accum.steps if feed.plan is None else len(feed.plan.weights)
-    if run >= steps or (feed.last and accum._options.tail == "flush"):
-        meeting = Meeting.FULL if run >= accum.steps else Meeting.SHORT
+    tail = accum._options.tail
+    if run >= steps or (feed.last and tail == "flush"):
+        meeting = Meeting.FULL if run >= accum.steps and tail != "carry" else Meeting.SHORT
     _pause(accum, meeting)
 
 
@@ -250,7 +253,7 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
 def _meet(accum: Accumulator, feed: Feed, has_data: float) -> None:
     """At the start of a pass: how many ranks have data at all."""
     feed.alive = has_data
-    _pause(accum, Meeting.SHORT)
+    _pause(accum, Meeting.PASS)
     if accum._ranks.size > 1:
         feed.alive = _floats(accum._ranks.sum([has_data]))[0]
 

@@ -200,6 +200,18 @@ def mark_used(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> N
             torch.autograd.backward(used, [p.new_zeros(()).expand_as(p) for p in used])
 
 
+def forget_marks(ddp: DistributedDataParallel) -> None:
+    """Let `ddp` forget which parameters a window has used that is thrown away, and a backward
+    that did not end. Not where it need not: it forgets that its buckets were rebuilt as well."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        ddp.reducer._reset_state()
+    else:
+        if ddp.find_unused_parameters:
+            ddp.reducer._reset_state()
+
+
 def check_reduced(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError if the backward that has just ended left `ddp` unreduced.
 
@@ -227,30 +239,38 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
         ) from error
 
 
-def warm_up(ddp: DistributedDataParallel) -> None:
-    """Settle the order of `ddp`'s buckets before the first window, in that of its parameters.
+def bucket_order(ddp: DistributedDataParallel) -> list[str]:
+    """The names of the parameters of `ddp.module`, in the order of its buckets."""
+    names = {id(p): n for n, p in ddp.module.named_parameters()}
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    return [names[id(p)] for bucket in buckets for p in bucket.parameters()]
 
-    DDP rebuilds its buckets once, after the first backward that it has reduced. A process that
-    resumes would reduce its first update in the order from before that, which rounds differently
-    on three ranks or more. All ranks have to be here; gradients stay as they are.
+
+def settle_buckets(ddp: DistributedDataParallel, order: list[str]) -> None:
+    """Give a new `ddp` the buckets that another process had found. All ranks have to be here.
+
+    DDP rebuilds its buckets once, after the first backward that it has reduced, in the order in
+    which the gradients came. A process that resumes would reduce its first update with those from
+    before that, which rounds differently on three ranks or more.
     """
-    if ddp.find_unused_parameters or ddp.static_graph or _has_stateful_hook(ddp):
-        return  # the first two never rebuild
-    parameters = reduced_parameters(ddp)
-    grads = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    if ddp.find_unused_parameters or _has_stateful_hook(ddp) or bucket_order(ddp) == order:
+        return  # with find_unused_parameters it never rebuilds
+    parameters = dict(ddp.module.named_parameters())
+    if unknown := set(order) - parameters.keys():
+        raise ValueError(f"the checkpoint has reduced {min(unknown)}, which the model has not")
+    grads = {name: p.grad for name, p in parameters.items()}
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([])
-    torch.autograd.backward(
-        parameters[::-1], [p.new_zeros(()).expand_as(p) for p in reversed(parameters)]
-    )
+    for name in order:  # one backward each: a single one would take them in an order of its own
+        parameter = parameters[name]
+        parameter.grad = None
+        torch.autograd.backward([parameter], [parameter.new_zeros(()).expand_as(parameter)])
     ddp.reducer._rebuild_buckets()
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.grad = grad
+    for name, parameter in parameters.items():
+        parameter.grad = grads[name]
 
 
 def _has_stateful_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook would count the warm-up as a step (PowerSGD does)."""
+    """Whether a communication hook would count that as a step (PowerSGD does)."""
     states = [state for _, state in ddp._comm_hooks]
     return any(state is not None and not isinstance(state, dist.ProcessGroup) for state in states)

@@ -4,8 +4,8 @@ Between two meetings of the ranks (a window that closes, a pass that begins) not
 reaches another. So any places of theirs between the same two meetings go together in a
 checkpoint, and it takes this much talk:
 
-* Before a meeting all ranks have made the same number of saves (`catch_up`). A rank whose data
-  end early can't know how many the others make in the window, and waits for them anyway.
+* Before a meeting all ranks have made the same number of saves. A rank whose data end early
+  can't know how many the others make in the window, and waits for them anyway (`Meetings`).
 * A save that some rank asks for at any time (a signal, a clock) is made by all of them at one
   micro-batch: they wait for each other at the ends of blocks, and the furthest one decides
   (`Request`). A rank gives up to wait after a while, in case another one is in a collective of
@@ -76,31 +76,43 @@ class Meetings:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._met = 0
-        self.saves = 0
+        self._saves = 0
         self._tell(False)
 
     def saved(self) -> None:
         """This rank has made one more save."""
-        self.saves += 1
+        self._saves += 1
         self._tell(False)
 
-    def catch_up(self, save: Callable[[], None], may_lag: bool) -> None:
-        """The ranks meet next. Make the saves that this one would miss, if it `may_lag`."""
+    def arrive(self) -> None:
+        """The ranks meet next, and this one will make no save before that, but in `catch_up`."""
         self._tell(True)
+
+    def catch_up(self, save: Callable[[], None], meanwhile: Callable[[], bool]) -> bool:
+        """Make the saves that others make while this rank waits for them; whether all are here.
+
+        It is over too when `meanwhile()` says so.
+        """
         others = [rank for rank in range(self._store.size) if rank != self._store.rank]
-        while may_lag and others:
+        while others:
             told = [self._heard(rank) for rank in others]
-            if max(saves for _, saves in told) > self.saves:
+            if max(saves for _, saves in told) > self._saves:
                 save()
                 self._tell(True)
                 continue
             others = [r for r, (met, _) in zip(others, told, strict=True) if met <= self._met]
+            if meanwhile():
+                return False
             if others:
                 time.sleep(0.002)
+        return True
+
+    def meet(self) -> None:
+        """The ranks meet now."""
         self._met += 1
 
     def _tell(self, meets: bool) -> None:
-        self._store.set(f"saves/{self._store.rank}", f"{self._met + meets} {self.saves}")
+        self._store.set(f"saves/{self._store.rank}", f"{self._met + meets} {self._saves}")
 
     def _heard(self, rank: int) -> tuple[int, int]:
         met, saves = self._store.get(f"saves/{rank}").split()
@@ -114,7 +126,8 @@ class Request:
         self._store = store
         self._done = 0
         self._round = 0
-        self._target: int | None = None
+        self.target: int | None = None
+        """The micro-batch in the window that the ranks have agreed on."""
         self._looked = 0.0
         self._left = time.monotonic()
         self._block = 0.0
@@ -138,15 +151,15 @@ class Request:
                 self.known = self._store.get(f"ask/{self._done}")
         if self.known is None:
             return False
-        if self._target is None:
+        if self.target is None:
             self._meet(index)
             self._left = time.monotonic()
-        return self._target is not None and (meets or index >= self._target)
+        return self.target is not None and (meets or index >= self.target)
 
     def done(self) -> None:
         """It has been done."""
         self._done += 1
-        self._round, self._target, self.known = 0, None, None
+        self._round, self.target, self.known = 0, None, None
 
     def _meet(self, index: int) -> None:
         """Wait for the others; if all are here, set the target."""
@@ -171,6 +184,6 @@ class Request:
                 time.sleep(0.002)
         if verdict == "all":
             ranks = range(self._store.size)
-            self._target = max(int(self._store.get(f"index/{at}/{rank}")) for rank in ranks)
+            self.target = max(int(self._store.get(f"index/{at}/{rank}")) for rank in ranks)
         else:
             self._round += 1

@@ -14,7 +14,7 @@ from torch import nn
 
 from accumplug.accumulator import Accumulator
 from accumplug.batches import Feed, Meeting
-from accumplug.sync import replicas, warm_up
+from accumplug.sync import before_forward
 
 from . import window
 from .agreement import Meetings, Request, Store
@@ -104,9 +104,6 @@ class Checkpointer:
         self._saved_at: tuple[int, ...] | None = None
         self._waits_for_step = False
         self._interrupted = False
-        if ranks.size > 1 and not accum.micro_batches:
-            for ddp in (ddp for one in self._subject.models for ddp in replicas(one)):
-                warm_up(ddp)
         accum._keeper = self
         accum._before_block.append(self._before_block)
         accum._after_block.append(self._after_block)
@@ -214,13 +211,13 @@ class Checkpointer:
         """Whether the pass has to end before the next block."""
         if self._waits_for_step:
             self._act()
-        if not self._interrupted and self._meetings is None:
-            if self._signals.arrived:
-                self._answer("stop")
-        elif not self._interrupted and self._meetings is not None:
-            self._agree(meeting is not Meeting.NONE)
-            if not self._interrupted and meeting in (Meeting.FULL, Meeting.SHORT):
-                self._meetings.catch_up(self._save, meeting is Meeting.SHORT)
+        if self._interrupted:
+            return True
+        if self._meetings is not None:
+            if not self._agree(meeting) and meeting not in (Meeting.NONE, Meeting.STEP):
+                self._equal_saves(self._meetings, meeting)
+        elif self._signals.arrived:
+            self._answer("stop")
         return self._interrupted
 
     def after_body(self) -> bool:
@@ -264,28 +261,52 @@ class Checkpointer:
         if self._pace.is_due() and self._here() != self._saved_at:
             self._save()
         if self._meetings is not None:
-            self._agree(meets=False)
+            self._agree(Meeting.NONE)
         elif self._signals.arrived and not self._interrupted:
             self._answer("stop")
         elif self._pace.is_time():
             self._answer("save")
 
-    def _agree(self, meets: bool) -> None:
-        """On several ranks: ask for what is due here, and do what the ranks have agreed on."""
+    def _agree(self, meeting: Meeting) -> bool:
+        """On several ranks: ask for what is due here, and do what the ranks have agreed on.
+
+        Returns whether the run is interrupted.
+        """
         if (request := self._request) is None:
-            return
-        while True:
-            if request.known is None and self._signals.arrived and not self._interrupted:
+            return False
+        meets = meeting not in (Meeting.NONE, Meeting.STEP)
+        while not self._interrupted:
+            if request.known is None and self._signals.arrived:
                 request.ask("stop")
             elif request.known is None and self._accum._ranks.rank == 0 and self._pace.is_time():
                 request.ask("save")
             if not request.is_time(self._accum.pending, meets):
-                return
+                return False
+            if meeting is Meeting.SHORT and request.target:
+                self._join_forward()
             what = request.known
             request.done()
             self._answer(what)
-            if self._interrupted:
-                return
+        return True
+
+    def _equal_saves(self, meetings: Meetings, meeting: Meeting) -> None:
+        """Before the ranks meet: make the saves that the others make and this one would miss."""
+        meetings.arrive()
+        if meeting is not Meeting.FULL:
+            if meeting is Meeting.SHORT:
+                self._join_forward()
+            meetings.catch_up(self._save, lambda: self._agree(meeting))
+        meetings.meet()
+
+    def _join_forward(self) -> None:
+        """Wait for the others only after what they need from this rank to come so far.
+
+        In its first forward of a window DistributedDataParallel broadcasts its buffers.
+        """
+        if self._accum.pending == 0:
+            models = self._accum._known_models()
+            for ddp in self._accum._sum.replicas(models):
+                before_forward(ddp)
 
     def _answer(self, what: str | None) -> None:
         if self._here() != self._saved_at or self._store is not None:

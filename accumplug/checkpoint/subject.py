@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from accumplug.accumulator import Accumulator
 from accumplug.options import inner
+from accumplug.sync import bucket_order, replicas, settle_buckets
 
 State = dict[str, Any]
 Stamp = tuple[Any, ...]
@@ -49,6 +50,7 @@ class Subject:
         self.schedulers = schedulers
         self.scaler = scaler
         self.stateful = stateful
+        self._buckets: list[list[str]] | None = None
 
     @property
     def models(self) -> list[nn.Module]:
@@ -84,6 +86,35 @@ class Subject:
                 buffers = _buffers(bare(model))
                 for name, value in state.items():
                     buffers[name].copy_(value)
+
+    def replicas(self, reduced: bool) -> list[State]:
+        """What the DistributedDataParallel modules have found out, and have still to do.
+
+        `reduced`: they have reduced a gradient, and so have their final buckets.
+        """
+        ddps = self._replicas()
+        if reduced and self._buckets is None:
+            self._buckets = [bucket_order(ddp) for ddp in ddps]
+        orders: Sequence[list[str] | None] = self._buckets or [None] * len(ddps)
+        return [
+            {"awaits_buffers": ddp.require_forward_param_sync, "buckets": order}
+            for ddp, order in zip(ddps, orders, strict=True)
+        ]
+
+    def settle_replicas(self, states: Sequence[State]) -> None:
+        """Before gradients are loaded: the buckets that `replicas` gave. All ranks are here."""
+        self._buckets = None
+        for ddp, state in zip(self._replicas(), states, strict=False):
+            if state["buckets"] is not None:
+                settle_buckets(ddp, state["buckets"])
+
+    def load_replicas(self, states: Sequence[State]) -> None:
+        """The rest of what `replicas` gave."""
+        for ddp, state in zip(self._replicas(), states, strict=False):
+            ddp.require_forward_param_sync = state["awaits_buffers"]
+
+    def _replicas(self) -> list[DistributedDataParallel]:
+        return [ddp for model in self.models for ddp in replicas(model)]
 
     def moments(self) -> list[Any]:
         """What the optimizers keep of each parameter."""

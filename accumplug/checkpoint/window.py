@@ -10,7 +10,6 @@ from torch import Tensor
 
 from accumplug.accumulator import Accumulator
 from accumplug.batches import Feed
-from accumplug.sync import replicas
 from accumplug.weights import Plan
 
 from .order import Order
@@ -25,9 +24,7 @@ def take(accum: Accumulator, subject: Subject, order: Order) -> State:
         "scale": _located(accum._update.scale),
         "sums": [{name: _dense(grad) for name, grad in each.items()} for each in sums],
         "buffers": subject.buffers(),
-        "awaits_buffers": [
-            [ddp.require_forward_param_sync for ddp in replicas(model)] for model in subject.models
-        ],
+        "replicas": subject.replicas(reduced=accum.syncs > 0),
         "order": order.state(accum.position, accum._feed is not None),
         "feed": _feed(accum),
     }
@@ -37,15 +34,14 @@ def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> Non
     """Go on from what `take` gave. Weights, optimizers and scaler have to be loaded before."""
     device = next((p.device for m in subject.models for p in m.parameters()), torch.device("cpu"))
     subject.load_buffers(state["buffers"])
+    subject.settle_replicas(state["replicas"])
     accum.load_state_dict(_placed(state["accum"], device))
     for model, sums in zip(subject.models, state["sums"], strict=bool(state["sums"])):
         accum._sum.restore(model, {name: _given(grad) for name, grad in sums.items()})
     accum._update.scale = _placed(state["scale"], device)
     if accum._scaler is not None and accum.pending:
         accum._scaler.scale(torch.ones((), device=device))  # unscale_ asks for one call before it
-    for model, marks in zip(subject.models, state["awaits_buffers"], strict=True):
-        for ddp, mark in zip(replicas(model), marks, strict=False):
-            ddp.require_forward_param_sync = mark
+    subject.load_replicas(state["replicas"])
     order.load(state["order"])
 
 
