@@ -279,6 +279,25 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], set[str]]] =
         hidden(),
         set(),
     ),
+    "F.linear with names": (
+        lambda: Lambda(
+            lambda m, x: F.linear(input=x, weight=m.w, bias=m.w[:, 0]), w=torch.randn(4, 8)
+        ),
+        hidden(),
+        {"Lambda"},
+    ),
+    "products with names": (
+        lambda: Lambda(
+            lambda m, x: (
+                torch.addmm(input=m.b, mat1=x, mat2=m.w)
+                + torch.matmul(input=x, other=torch.transpose(input=m.w.T, dim0=0, dim1=1))
+            ),
+            w=torch.randn(8, 4),
+            b=torch.randn(4),
+        ),
+        hidden(5, 8),
+        set(),
+    ),
     "experts in a batch": (
         lambda: Lambda(lambda m, x: torch.bmm(x[:2], m.w), w=torch.randn(2, 8, 4)),
         hidden(),

@@ -94,29 +94,31 @@ def _dense(x: Any) -> bool:
     return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
 
 
-def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not _dense(x):
+def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _dense(input):
         return NotImplemented
-    if x.dim() <= 2:
-        return _product(True, x, weight, bias)
-    fused = bias if x.is_contiguous() else None  # torch rounds in between otherwise
-    y = _product(True, x.reshape(-1, x.shape[-1]), weight, fused)
+    if input.dim() <= 2:
+        return _product(True, input, weight, bias)
+    fused = bias if input.is_contiguous() else None  # torch rounds in between otherwise
+    y = _product(True, input.reshape(-1, input.shape[-1]), weight, fused)
     if y is NotImplemented:
         return y
     if bias is not fused and bias is not None:
         y.add_(bias.to(y.dtype))
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y.view(*input.shape[:-1], weight.shape[0])
 
 
-def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Tensor, **factors: Any) -> Any:
-    if factors or bias.dim() != 1 or not _dense(x):
+def _addmm(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 3 or args[0].dim() != 1 or not _dense(args[1]):
         return NotImplemented
+    bias, x, weight = args
     return _product(False, x, weight, bias)
 
 
-def _matmul(func: Any, x: Any, weight: Any, **out: Any) -> Any:
-    if out or not _dense(x):
+def _matmul(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 2 or not _dense(args[0]):
         return NotImplemented
+    x, weight = args
     if x.dim() <= 2:
         return _product(False, x, weight, None)
     y = _product(False, x.reshape(-1, x.shape[-1]), weight, None)
@@ -175,18 +177,17 @@ def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
     return body(*args, **kwargs)
 
 
-def _view(func: Callable[..., Any], weight: Any, *args: Any, **kwargs: Any) -> Any:
+def _view(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The same view, watched too; it is replayed on the sum when a gradient arrives."""
-    if not isinstance(weight, _Watched):
+    if not args or not isinstance(args[0], _Watched):
         return NotImplemented
+    total = args[0]._accumplug_sum
     with DisableTorchFunctionSubclass():
-        result = func(weight, *args, **kwargs)
+        result = func(*args, **kwargs)
         if isinstance(result, Tensor):
-            return _watched(result, Part(weight._accumplug_sum, func, args, kwargs))
+            return _watched(result, Part(total, func, args[1:], kwargs))
         parts = enumerate(result)
-        return tuple(
-            _watched(v, Part(weight._accumplug_sum, func, args, kwargs, i)) for i, v in parts
-        )
+        return tuple(_watched(v, Part(total, func, args[1:], kwargs, i)) for i, v in parts)
 
 
 def _watched(view: Tensor, part: Part) -> Tensor:
