@@ -22,7 +22,7 @@ from accumplug.options import Options
 from accumplug.probe import NoiseProbe
 from accumplug.result import Closed, LossSum, WindowResult, zero
 from accumplug.running import Foreign, RunningSum
-from accumplug.sync import Ranks, find_replicas
+from accumplug.sync import Ranks, find_replicas, forget_marks
 from accumplug.update import Update
 from accumplug.weights import Plan, Weights
 from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
@@ -293,6 +293,8 @@ class Accumulator:
         self._forget_window()
         if self._scaler is not None:
             forget_unscaled(self._scaler, self._options.optimizers)
+        for ddp in self._sum.replicas(self._sum.models):
+            forget_marks(ddp)
         self._sum.clear()
         self._sum.narrow()
 

@@ -298,7 +298,7 @@ class MicroBatch:
             for parameter in foreign:
                 parameter.requires_grad_(True)
         self._reduced = self._stats() != stats
-        if not self.overlaps and any(ddp.require_forward_param_sync for ddp in self.replicas):
+        if self._reduced and not self.overlaps:
             raise RuntimeError(
                 "the forward of this micro-batch ran outside of its block, where "
                 "DistributedDataParallel takes it for one that reduces; run it inside of "
@@ -400,7 +400,7 @@ class MicroBatch:
     def _stats(self) -> list[list[int]]:
         # torch 2.13, reducer.cpp: nanoseconds at which each parameter became ready in the last
         # backward that reduced; they change if, and only if, there was another one.
-        return [r.reducer.get_backward_stats() for r in self.replicas] if self.overlaps else []
+        return [r.reducer.get_backward_stats() for r in self.replicas]
 
     def _complete(self) -> None:
         """The block ended: see that it has done what a micro-batch has to."""

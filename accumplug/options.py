@@ -55,6 +55,10 @@ class Options:
             )
         optimizers = tuple(inner(o) for o in _several(optimizer))
         schedulers = tuple(inner(s) for s in _several(scheduler))
+        if len({id(o) for o in optimizers}) < len(optimizers):
+            raise ValueError(
+                f"one optimizer is given twice among {len(optimizers)}; it would step twice"
+            )
         for one in optimizers:
             if not isinstance(one, Optimizer):
                 raise ValueError(f"optimizer is a torch Optimizer, got {type(one).__name__}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accumplug.close import NonFiniteError, scale_state, take_update
 from accumplug.running import RunningSum
+from accumplug.sync import forget_marks
 from accumplug.window import Weight, Window, is_number
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ class Update:
         finite_loss = torch.isfinite(loss.detach()).all().to(self._sum.device)
         both = torch.stack([self._sum.finite(), finite_loss]).tolist()
         self._sum.put(kept, added=all(both))
+        if not all(both):
+            for ddp in self._sum.replicas(self._sum.models):
+                forget_marks(ddp)
         if both[1] and not both[0] and self._scaler is not None:
             self.overflows += 1.0
         return all(both)
@@ -127,7 +131,9 @@ class Update:
 
     def _follow_scale(self, shared: bool = False) -> None:
         """Bring the sum to the scaler's scale, if that was changed while the window was open."""
-        if self.scale is not None and (shared or scale_state(self._scaler) != self._scaled_by):
+        if self._scaler is not None and self.scale is None:  # a rank that has had no data yet
+            self.scale = self._scaler.scale(torch.ones((), device=self._sum.device))
+        elif self.scale is not None and (shared or scale_state(self._scaler) != self._scaled_by):
             now = self._scaler.scale(torch.ones_like(self.scale))
             self._sum.scale(now / self.scale)
             self.scale = now
