@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accumplug import Accumulator, TornWindowError
 
 from .harness import Ranks
-from .reference import counting, forked, grads, items, loss, net, parameters, sgd
+from .reference import error, grads, items, loss, net, parameters, sgd
 
 
 def bare(rank: int) -> None:
@@ -140,21 +140,26 @@ def test_a_forward_outside_of_its_block_is_right_or_refused(ranks: Ranks) -> Non
         assert not said or "forward" in said
 
 
-def forward_of_another_block(rank: int) -> str:
-    """Two forwards, each in a block that is left without a backward; then two backwards."""
+def forward_of_another_block(rank: int) -> list[Any]:
+    """The forward runs in a block that does not reduce, its backward in the one that closes."""
     ddp = DistributedDataParallel(net())
     accum = Accumulator(2)
-    first, second = items(rank, [2, 3])
-    try:
-        with accum(ddp) as micro:
-            kept = loss(ddp, first)
-            micro.skip()
-        with accum(ddp):
-            accum.backward(kept)
-            accum.backward(loss(ddp, second))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    item = items(rank, [3, 5])[rank]
+    with accum(ddp) as micro:
+        kept = loss(ddp, item)
+        micro.skip()
+    with accum(ddp, weight=len(item[0])):
+        accum.backward(kept)
+    return grads(ddp)
+
+
+def test_a_forward_of_an_earlier_block_is_reduced_with_its_backward(ranks: Ranks) -> None:
+    """DDP alone would leave it on its rank."""
+    whole = [items(0, [3, 5])[0], items(1, [3, 5])[1]]
+    model = net()
+    loss(model, (torch.cat([x for x, _ in whole]), torch.cat([y for _, y in whole]))).backward()
+    for seen in ranks.run(2, forward_of_another_block):
+        assert error(seen, grads(model)) <= 1e-13
 
 
 def models_that_change(rank: int) -> tuple[str, list[list[Tensor]]]:
