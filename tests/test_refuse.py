@@ -95,7 +95,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
         Accumulator(2, optimizer=torch.optim.LBFGS(network().parameters()))
 
 
-@pytest.mark.xfail(strict=True, reason="steps twice")
 def test_the_same_optimizer_twice_is_refused_or_steps_once():
     """Two lists that were joined."""
     model, (batch,) = network(), data([3])
@@ -373,15 +372,25 @@ def test_a_second_backward_in_a_block_of_ddp_is_refused(steps):
     """Where the window closes the first one has reduced; a loop is told in its first block."""
     ddp = DistributedDataParallel(network())
     accum = Accumulator(steps)
-    loss = mean_loss(ddp, data([2])[0]) / 2
 
     def block():
         with accum(ddp):
+            loss = mean_loss(ddp, data([2])[0]) / 2
             accum.backward(loss, retain_graph=True)
             accum.backward(loss)
 
     with pytest.raises(RuntimeError, match="add the losses and call backward once"):
         block()
+
+
+@pytest.mark.usefixtures("lonely_group")
+def test_a_forward_outside_of_its_block_is_refused_under_ddp():
+    """DDP decides in the forward whether the backward reduces; in a window it would reduce early."""
+    ddp = DistributedDataParallel(network())
+    accum = Accumulator(2)
+    loss = mean_loss(ddp, data([2])[0])
+    with pytest.raises(RuntimeError, match=r"run it inside of `with accum\(model\):`"), accum(ddp):
+        accum.backward(loss)
 
 
 @pytest.mark.usefixtures("lonely_group")
