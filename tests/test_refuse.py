@@ -385,7 +385,7 @@ def test_a_second_backward_in_a_block_of_ddp_is_refused(steps):
 
 @pytest.mark.usefixtures("lonely_group")
 def test_a_forward_outside_of_its_block_is_refused_under_ddp():
-    """DDP decides in the forward whether the backward reduces; in a window it would reduce early."""
+    """DDP decides in the forward whether the backward reduces; here it would, too early."""
     ddp = DistributedDataParallel(network())
     accum = Accumulator(2)
     loss = mean_loss(ddp, data([2])[0])
