@@ -154,14 +154,18 @@ class Run:
     def checkpoints(self, directory: Path, **options: Any) -> Checkpointer:
         return Checkpointer(directory, self.accum, model=self.model, loader=self.loader, **options)
 
-    def train(self, epochs: int = 2, until: int | None = None) -> Run:
-        """Go on to the end, or until so many micro-batches have run here."""
+    def train(
+        self, epochs: int = 2, until: int | None = None, checkpoint: Checkpointer | None = None
+    ) -> Run:
+        """Go on to the end, until so many micro-batches have run here, or until interrupted."""
         weigh = {"weigh": lambda item: float(len(item[0]))} if self.setup.weigh else {}
         for _ in range(self.accum.epoch, epochs):
             for x, y in self.accum.batches(self.setup.wrap(self.loader), **weigh):
                 self.block(x, y)
                 if until is not None and len(self.seen) == until:
                     return self
+            if checkpoint is not None and checkpoint.interrupted:
+                break
             torch.rand(5)  # an evaluation
         return self
 
