@@ -15,6 +15,7 @@ from accumplug.micro import MicroBatch as MicroBatch
 from accumplug.noise import NoiseScale as NoiseScale
 from accumplug.plan import plan as plan
 from accumplug.proof import equivalence_check as equivalence_check
+from accumplug.report import report as report
 from accumplug.result import WindowResult as WindowResult
 from accumplug.schedule import NoiseSchedule as NoiseSchedule
 from accumplug.sweep import sweep_effective_batches as sweep_effective_batches

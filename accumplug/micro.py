@@ -221,6 +221,7 @@ class MicroBatch:
                 accum._fail(self, error)
         if error is None:
             accum._leave(self)
+        self.models = self.replicas = self.roots = ()  # a loop keeps its last micro-batch
 
     def _check(self, loss: Tensor, extra: Tensor | None, reduction: str) -> None:
         """Raise for what can't be back-propagated here."""
