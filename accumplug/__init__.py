@@ -20,3 +20,20 @@ from accumplug.result import WindowResult as WindowResult
 from accumplug.schedule import NoiseSchedule as NoiseSchedule
 from accumplug.sweep import sweep_effective_batches as sweep_effective_batches
 from accumplug.window import TornWindowError as TornWindowError
+
+__all__ = [
+    "Accumulator",
+    "Checkpointer",
+    "MicroBatch",
+    "NoiseScale",
+    "NoiseSchedule",
+    "NonFiniteError",
+    "TornWindowError",
+    "WindowResult",
+    "equivalence_check",
+    "plan",
+    "report",
+    "sweep_effective_batches",
+    "sync_counter",
+    "train_one_optimizer_step",
+]

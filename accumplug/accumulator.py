@@ -640,7 +640,7 @@ class Accumulator:
     def _tear(self, why: str) -> None:
         if self._window is not None:
             self._window.torn = (
-                f"{why} between two micro-batches (zero_grad, clip and unscale belong after the "
+                f"{why} while the window was open (zero_grad, clip and unscale belong after the "
                 f"micro-batch that closes)"
             )
 
