@@ -44,6 +44,7 @@ class AccelerateLoop:
         self.stepped = False
         """Whether an optimizer of the loop has stepped in the closing block."""
         self._clipped: tuple[float, float] | None = None
+        self._clipped_value: float | None = None
         self._state = accelerator.gradient_state
         self._finish: Callable[[], None] = _nothing
         self._kept: dict[str, Any] = {}
@@ -60,7 +61,10 @@ class AccelerateLoop:
             "unscale_gradients": _nothing,
         }
         self._open = common | quiet
-        self._closing = common | {"clip_grad_norm_": self._clip}
+        self._closing = common | {
+            "clip_grad_norm_": self._clip,
+            "clip_grad_value_": self._clip_value,
+        }
         if self.takes_step:
             taken = _nothing if options.max_grad_norm is not None else _refuse_clip
             self._closing = self._open | {"clip_grad_norm_": taken, "clip_grad_value_": taken}
@@ -89,7 +93,8 @@ class AccelerateLoop:
         self._step_seen = self.accelerator.step
         if closes and not self.takes_step:
             self._refuse_shared_scaler()
-            self.grad_norm, self.stepped, self._clipped = None, False, None
+            self.grad_norm, self.stepped = None, False
+            self._clipped = self._clipped_value = None
             self._watch_steps()
             self.before_step(finish)
         attributes = vars(self.accelerator)
@@ -164,14 +169,28 @@ class AccelerateLoop:
         """How this rank's loop clipped, to be summed over the ranks."""
         if self.takes_step:
             return []
-        return [0.0, 0.0, 0.0] if self._clipped is None else [1.0, *self._clipped]
+        norm = [0.0, 0.0, 0.0] if self._clipped is None else [1.0, *self._clipped]
+        value = [0.0, 0.0] if self._clipped_value is None else [1.0, self._clipped_value]
+        return [*norm, *value, float(self.stepped or self.was_skipped())]
 
-    def take_step(self, clips: float, max_norms: float, norm_types: float) -> None:
+    def take_step(
+        self,
+        clips: float,
+        max_norms: float,
+        norm_types: float,
+        value_clips: float,
+        values: float,
+        _: float,
+    ) -> None:
         """Do for a rank without data what the loop does on the others.
 
-        `clips` of them have clipped; the sums of their `max_norms` and `norm_types` say how.
+        `clips` of them have clipped by norm, `value_clips` by value; the sums of what they have
+        clipped by say how.
         """
         self._state._set_sync_gradients(True)
+        if (count := float(value_clips)) > 0:
+            parameters = [p for model in self.models() for p in model.parameters()]
+            self.accelerator.clip_grad_value_(parameters, float(values) / count)
         if (count := float(clips)) > 0:
             parameters = [p for model in self.models() for p in model.parameters()]
             self.grad_norm = self.accelerator.clip_grad_norm_(
@@ -203,6 +222,11 @@ class AccelerateLoop:
         norm = Accelerator.clip_grad_norm_(self.accelerator, parameters, max_norm, norm_type)
         self.grad_norm = norm.detach().clone() if isinstance(norm, Tensor) else norm
         return norm
+
+    def _clip_value(self, parameters: Any, clip_value: float) -> None:
+        self._finish()
+        self._clipped_value = float(clip_value)
+        Accelerator.clip_grad_value_(self.accelerator, parameters, clip_value)
 
     def _watch_steps(self) -> None:
         def saw(*_: Any) -> None:

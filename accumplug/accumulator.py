@@ -510,6 +510,7 @@ class Accumulator:
             if not micro.ends:
                 return
             self._refuse_unstepped(micro)
+        micro.closers = int(closing) if self._loop is not None else 0
         micro.void = self._weights.settle(window, total, count)
 
     def _refuse_unstepped(self, micro: MicroBatch) -> None:
@@ -553,7 +554,7 @@ class Accumulator:
         if not micro.void and self.takes_step:
             norm, stepped = self._update.take(window, total, self._shares_scaler())
         elif not micro.void:
-            norm, stepped = self._update.see(micro, sums[2 : 2 + len(clips)])
+            norm, stepped = self._update.see(micro, sums[2 : 2 + len(clips)], self._ranks.size)
         if self._options.nonfinite == "skip_micro_batch":
             self._update.back_off(float(sums[1]))
         if self._probe is not None and stepped:
@@ -614,7 +615,8 @@ class Accumulator:
         """The models of the blocks so far; a rank that never had one has to find them."""
         if not self._sum.models and self._ranks.size > 1:
             prepared = self._loop.models() if self._loop is not None else []
-            for model in prepared or find_replicas(self._sum.parameters):
+            owned = [p for model in prepared for p in model.parameters()]
+            for model in find_replicas(owned or self._sum.parameters) or prepared:
                 self._see(model)
         return self._sum.models
 

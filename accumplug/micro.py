@@ -41,6 +41,8 @@ class MicroBatch:
     """Whether the loader of an Accelerate loop has handed out its last batch."""
     overlaps = False
     """Whether the reduction over the ranks runs inside of the backward."""
+    closers = 0
+    """Ranks whose own micro-batch closes the window (in an Accelerate loop)."""
     settled = False
     """Whether the total weight of the window is known."""
     finished = False

@@ -107,13 +107,18 @@ class Update:
             self._stepping = False
         return outcome.grad_norm, outcome.stepped
 
-    def see(self, micro: MicroBatch, clips: Any) -> tuple[Tensor | float | None, bool]:
+    def see(self, micro: MicroBatch, clips: Any, ranks: int) -> tuple[Tensor | float | None, bool]:
         """The loop steps: return the norm that it has clipped by, and whether it has stepped.
 
         `clips`: how the loops of all ranks have clipped, for one that has nothing to step on.
         """
         if self._loop is None:
             return None, not self._backed_off()
+        if not micro.flushes and 0 < micro.closers < ranks and float(clips[-1]) < micro.closers:
+            raise RuntimeError(
+                "a rank without data has to take the step that the others take, and their loop has "
+                "not taken it inside of the closing block; step there, or give optimizer="
+            )
         if micro.flushes:
             self._loop.let_step()
         elif micro.virtual or (micro.skipped and not self._loop.stepped):

@@ -60,12 +60,24 @@ def find(directory: Path, ranks: Ranks, store: Store | None) -> Found:
         wrong, parts = "", {}
         try:
             checkpoint = open_checkpoint(directory / name)
+            _refuse_other_ranks(checkpoint, ranks.size)
             parts = read(checkpoint, ranks.rank)
         except CheckpointError as error:
             wrong = str(error)
         if ranks.sum([float(bool(wrong))])[0] == 0:
             return Found(checkpoint, parts, reasons)
         skip[name] = wrong or f"{directory / name}: damaged in a file that another rank needs"
+
+
+def _refuse_other_ranks(checkpoint: Checkpoint, ranks: int) -> None:
+    """Raise ValueError if it holds the sums and the places of another number of ranks."""
+    saved = checkpoint.manifest.world_size
+    if saved != ranks:
+        raise ValueError(
+            f"{checkpoint.path.name} was saved on {saved} rank{'s' if saved > 1 else ''}, and this "
+            f"run has {ranks}; each rank's running sum and place in the data is its own, so start "
+            f"{saved}"
+        )
 
 
 def read(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
