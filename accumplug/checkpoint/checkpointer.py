@@ -222,7 +222,7 @@ class Checkpointer:
 
     def after_body(self) -> bool:
         """The loop has come back for the next item; whether the pass has to end."""
-        self._order.handed_out(self._accum.position)
+        self._order.moved(self._accum.position)
         if self._waits_for_step:
             self._act()
         return self._interrupted

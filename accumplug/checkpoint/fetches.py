@@ -15,82 +15,103 @@ from .sources import Sources
 class Fetches:
     """An iterator over a loader that keeps the states from which its items are fetched.
 
-    `protocol` is a loader with state_dict and load_state_dict, whose state is kept as well.
+    Of items that are fetched one after the other, with nothing else between, it keeps the state
+    before the first. `protocol` is a loader with state_dict and load_state_dict, whose state is
+    kept as well.
     """
 
     def __init__(self, sources: Sources, protocol: Any) -> None:
         self._sources = sources
         self._protocol = protocol
         self._iterator: Iterator[Any] = iter(())
+        self._by_index = False
         self._captures = True
-        self._before: dict[int, State] = {}
+        self._starts: dict[int, State] = {}
         self._number = 0
-        self._skip = 0
-        self._from: State | None = None
-        self._ahead = 0
-        self._settle: Callable[[], None] = lambda: None
+        self._moved = True
+        self._known: dict[int, State] = {}
+        self._behind = False
+        self._target = 0
+        self._until = 0
+        self._settle: Callable[[], None] | None = None
 
     def resume(
-        self, number: int, before: State | None, ahead: int, settle: Callable[[], None]
+        self, number: int, starts: dict[int, State], made: int, settle: Callable[[], None]
     ) -> None:
-        """Pass over `number` fetches, which another process has made, with `ahead` more of them.
+        """Let the next fetch be `number`; another process has made those before `made`.
 
-        Those `ahead` are made from the state `before`; then `settle` is called.
+        From there on they are made again from the states `starts`; then `settle` is called.
         """
-        self._number, self._skip = number, number
-        self._from, self._ahead, self._settle = before, ahead, settle
+        self._known = {n: {**s, "states": unpack(s["states"])} for n, s in starts.items()}
+        self._behind, self._target, self._until, self._settle = True, number, made, settle
 
     def through(self, loader: Any) -> Iterator[Any]:
         """Start on `loader`."""
-        kept = None if self._from is None else self._from.get("protocol")
-        if self._protocol is not None and kept is not None:
-            self._protocol.load_state_dict(kept)
-            self._skip = 0
+        if self._known and self._protocol is not None:
+            self._protocol.load_state_dict(self._known[min(self._known)]["protocol"])
         self._iterator = iter(loader)
+        self._by_index = _reads_by_index(loader)
         # Workers draw from generators of their own; nothing in this process moves.
         self._captures = not getattr(loader, "num_workers", 0) or self._protocol is not None
-        self._by_index = _reads_by_index(loader)
         return self
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._skip:
-            _pass_over(self._iterator, self._skip, self._by_index)
-            self._skip = 0
-        if self._from is not None:
-            self._sources.restore(unpack(self._from["states"]))
-            self._from = None
-        if self._ahead <= 0:
-            self._settle()
-        if self._captures:
-            self._before[self._number] = self._state()
-        try:
-            return next(self._iterator)
-        finally:
-            self._number += 1
-            self._ahead -= 1
-            if self._ahead == 0:
-                self._settle()
+        if self._behind:
+            self._catch_up()
+        return self._fetch()
 
-    def before(self, number: int) -> tuple[State | None, int]:
-        """The state before fetch `number`, and how many fetches were made from there on."""
-        state = self._before.get(number)
-        if state is None and self._protocol is not None:
-            state = self._state()
-        if state is not None:
-            state = {**state, "states": pack(state["states"])}
-        return state, max(0, self._number - number)
+    def starts(self, number: int) -> tuple[dict[int, State], int]:
+        """What `resume` needs to go to fetch `number`: states, and how many fetches were made."""
+        first = max((n for n in self._starts if n <= number), default=number)
+        starts = {n: state for n, state in self._starts.items() if n >= first}
+        if not starts and self._protocol is not None:
+            starts = {number: self._state()}
+        packed = {n: {**state, "states": pack(state["states"])} for n, state in starts.items()}
+        return packed, max(number, self._number)
+
+    def moved(self, number: int) -> None:
+        """Something else has run, and nobody will ask for fetches before `number`."""
+        self._moved = True
+        first = max((n for n in self._starts if n <= number), default=0)
+        self._starts = {n: state for n, state in self._starts.items() if n >= first}
 
     def protocol_now(self) -> Any:
         """The state of the stateful loader."""
         return None if self._protocol is None else copy.deepcopy(self._protocol.state_dict())
 
-    def forget(self, number: int) -> None:
-        """Forget the states before the fetches that came before fetch `number`."""
-        for old in [known for known in self._before if known < number]:
-            del self._before[old]
+    def _catch_up(self) -> None:
+        self._behind = False
+        self._number = min(self._known, default=self._target)
+        if not (self._known and self._protocol is not None):
+            _pass_over(self._iterator, self._number, self._by_index)
+        while self._number < self._target:
+            try:
+                self._fetch()
+            except StopIteration:
+                return
+
+    def _fetch(self) -> Any:
+        if (known := self._known.pop(self._number, None)) is not None:
+            self._sources.restore(known["states"])
+            self._starts[self._number] = known
+            self._moved = False
+        self._settle_if_done()
+        if self._moved and self._captures:
+            self._starts[self._number] = self._state()
+        self._moved = False
+        self._number += 1
+        try:
+            return next(self._iterator)
+        finally:
+            self._settle_if_done()
+
+    def _settle_if_done(self) -> None:
+        if self._settle is not None and self._number >= self._until:
+            self._settle()
+            self._settle, self._moved = None, True
 
     def _state(self) -> State:
         return {"states": self._sources.capture(), "protocol": self.protocol_now()}

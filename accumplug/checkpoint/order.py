@@ -6,7 +6,7 @@ handed out are passed over. Two more moments matter:
 
 * `accum.batches` fetches items ahead of the block that it runs. A dataset that draws random
   numbers in this process has drawn them then, from generators in a state that the blocks have
-  since moved. So the state before the first item that was not handed out is kept as well.
+  since moved. So the states before the items that were not handed out yet are kept as well.
 * Making a loader's iterator draws from the global generator, so the state at the save is set
   after that, once the items that had been fetched are fetched again.
 """
@@ -83,9 +83,8 @@ class Order:
         sources.set_numbers(resume["start"]["numbers"])
         sources.restore(unpack(resume["start"]["states"]))
         fetches = Fetches(sources, protocol(source))
-        fetches.resume(
-            position * items_per_fetch(loader), resume["before"], resume["ahead"], self._settle
-        )
+        number = position * items_per_fetch(loader)
+        fetches.resume(number, resume["starts"], resume["made"], self._settle)
         return self._noted(self._follow(loader, fetches), position)
 
     @property
@@ -103,16 +102,15 @@ class Order:
         state: State = {
             "start": self._start if is_open else None,
             "ended": ended,
-            "before": None,
-            "ahead": 0,
+            "starts": {},
+            "made": 0,
             "now": pack(sources.capture()),
             "numbers": sources.numbers(),
             "protocol": None,
         }
         if self._fetches is not None:
             if is_open and not ended:
-                number = position * self._per_item
-                state["before"], state["ahead"] = self._fetches.before(number)
+                state["starts"], state["made"] = self._fetches.starts(position * self._per_item)
             else:
                 state["protocol"] = self._fetches.protocol_now()
         return state
@@ -128,10 +126,10 @@ class Order:
         if self._late is not None:
             self._settle()
 
-    def handed_out(self, position: int) -> None:
-        """Forget what is only needed for items before `position`."""
+    def moved(self, position: int) -> None:
+        """The loop has run the blocks of the items before `position`."""
         if self._fetches is not None:
-            self._fetches.forget(position * self._per_item)
+            self._fetches.moved(position * self._per_item)
 
     def _settle(self) -> None:
         if self._late is not None:

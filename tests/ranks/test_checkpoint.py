@@ -1,0 +1,152 @@
+"""Ranks that stop anywhere, each at its own place, and are gone on from by new ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accumplug.checkpoint.format import list_checkpoints
+
+from .checkpointing import Setup, Told, part
+from .harness import Ranks
+
+sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
+from training import difference  # noqa: E402
+
+EACH = {"every": 1, "keep": 99}
+
+
+def go_on(ranks: Ranks, world: int, setup: Setup, checkpoint: Path, tmp_path: Path) -> list[Told]:
+    """New ranks go on from `checkpoint`, as if it were the newest."""
+    directory = tmp_path / f"after {checkpoint.name}"
+    shutil.copytree(checkpoint, directory / checkpoint.name, copy_function=os.link)
+    told: list[Told] = ranks.run(world, part, setup, directory, seed=55, resume=True)
+    return told
+
+
+def assert_same(quiet: list[Told], rest: list[Told], name: str) -> None:
+    """The rest of a run is that of the quiet one, on each rank, to the last bit."""
+    for rank, (one, other) in enumerate(zip(quiet, rest, strict=True)):
+        count = len(one.seen) - len(other.seen)
+        assert difference(one.seen[count:], other.seen, f"{name}, rank {rank}, seen") is None
+        assert difference(one.state, other.state, f"{name}, rank {rank}, end") is None
+
+
+EVEN = {
+    "plain": Setup(),
+    "unused": Setup(unused=True),
+    "every": Setup(options={"sync": "every"}),
+    "weigh": Setup(weigh=True),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("setup", EVEN.values(), ids=EVEN.keys())
+def test_each_micro_batch_is_a_place_to_go_on_from(
+    ranks: Ranks, world: int, setup: Setup, tmp_path: Path
+) -> None:
+    """Gradients, buffers and random numbers of each rank, used marks, the order of buckets; and
+    the run that saves is the one that doesn't."""
+    quiet = ranks.run(world, part, setup, None)
+    saving = ranks.run(world, part, setup, tmp_path / "all", options=EACH)
+    assert_same(quiet, saving, "saving")
+    saved = list_checkpoints(tmp_path / "all")
+    assert len(saved) == len(quiet[0].seen) == (12 if world == 2 else 8)
+    for checkpoint in saved if setup == EVEN["plain"] else saved[1::3]:
+        assert_same(quiet, go_on(ranks, world, setup, checkpoint, tmp_path), checkpoint.name)
+
+
+UNEVEN = {
+    "flush": Setup(sizes=(5, 7, 2)),
+    "carry": Setup(sizes=(5, 7, 2), options={"tail": "carry"}),
+    "weigh": Setup(sizes=(5, 7, 2), weigh=True),
+}
+
+
+@pytest.mark.parametrize("setup", UNEVEN.values(), ids=UNEVEN.keys())
+def test_ranks_whose_data_end_early_take_part_in_each_save(
+    ranks: Ranks, setup: Setup, tmp_path: Path
+) -> None:
+    """While one rank is in its third micro-batch of a window another has only two, or none."""
+    quiet = ranks.run(3, part, setup, None)
+    saving = ranks.run(3, part, setup, tmp_path / "all", options=EACH)
+    assert_same(quiet, saving, "saving")
+    saved = list_checkpoints(tmp_path / "all")
+    assert len(saved) >= 14
+    for checkpoint in saved[: 8 if setup == UNEVEN["carry"] else 7]:
+        assert_same(quiet, go_on(ranks, 3, setup, checkpoint, tmp_path), checkpoint.name)
+
+
+@pytest.mark.parametrize(
+    ("world", "setup", "signal_at"),
+    [
+        (2, Setup(), (1, 2)),
+        (3, Setup(), (0, 3)),
+        (2, Setup(gathers=True), (0, 4)),
+        (3, Setup(gathers=True), (2, 1)),
+        (3, UNEVEN["flush"], (1, 5)),
+        (3, UNEVEN["flush"], (2, 2)),
+        (2, Setup(options={"sync": "every"}), (1, 2)),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_of_them_at_one_micro_batch(
+    ranks: Ranks, world: int, setup: Setup, signal_at: tuple[int, int], tmp_path: Path
+) -> None:
+    """Within the window, whichever rank gets it; with collectives of the loop's own in each
+    micro-batch; while some have no data any more."""
+    quiet = ranks.run(world, part, setup, None)
+    options = {"signals": (signal.SIGUSR1,)}
+    first = ranks.run(
+        world, part, setup, tmp_path, options=options, signal_at=signal_at, pause=0.05
+    )
+    assert all(told.interrupted for told in first)
+    counts = {len(told.seen) for told in first}
+    if setup.sizes is None:
+        assert len(counts) == 1
+    assert signal_at[1] <= max(counts) <= signal_at[1] + 3
+    rest = ranks.run(world, part, setup, tmp_path, seed=55, resume=True)
+    assert_same(quiet, rest, "after the signal")
+
+
+def test_the_clock_of_rank_0_saves_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Within windows, and what is saved can be gone on from."""
+    setup = Setup()
+    quiet = ranks.run(2, part, setup, None)
+    options = {"every_seconds": 0.2, "keep": 99}
+    saving = ranks.run(2, part, setup, tmp_path / "all", options=options, pause=0.1)
+    assert_same(quiet, saving, "saving")
+    saved = list_checkpoints(tmp_path / "all")
+    assert len(saved) >= 3
+    assert_same(quiet, go_on(ranks, 2, setup, saved[1], tmp_path), saved[1].name)
+
+
+def test_a_save_by_hand_returns_the_same_path_everywhere(ranks: Ranks, tmp_path: Path) -> None:
+    """Two saves of one position are two checkpoints, and the last is resumed."""
+    told = ranks.run(2, part, Setup(epochs=1), tmp_path, saves=2)
+    assert told[0].paths == told[1].paths == list_checkpoints(tmp_path)
+    assert len(set(told[0].paths)) == 2
+
+
+def test_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Else the ranks would go on from different checkpoints."""
+    setup = Setup()
+    quiet = ranks.run(2, part, setup, None)
+    ranks.run(2, part, setup, tmp_path, options={"every": 5})
+    newest = list_checkpoints(tmp_path)[-1]
+    file = newest / "rank-1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    rest: list[Any] = ranks.run(2, part, setup, tmp_path, seed=55, resume=True)
+    assert [len(told.seen) for told in rest] == [7, 7]
+    assert "rank-1.safetensors" in rest[1].passed[0]
+    assert newest.name in rest[0].passed[0]
+    assert_same(quiet, rest, "from the older one")
