@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from training import Run, Setup, Wrapped, difference, momentum
 
 from accumplug.checkpoint.format import list_checkpoints
