@@ -689,6 +689,24 @@ def test_an_fp16_loop_has_the_bits_of_accelerates_own():
     assert ours.scheduler.scheduler.last_epoch == accum.updates == 4
 
 
+def test_unscale_in_every_micro_batch_of_an_fp16_loop_happens_once():
+    """A loop may look at its gradients so; before the close there is nothing to unscale."""
+    accelerator = fp16()
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    model, optimizer = accelerator.prepare(layer, SGD(layer.parameters(), 1.0))
+    accum, seen = Accumulator(3, accelerator=accelerator), []
+    for slope in (1.0, 2.0, 6.0):
+        with accum(model):
+            accelerator.backward((layer.weight * slope).sum())
+            accelerator.unscale_gradients()
+            seen.append(layer.weight.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [pytest.approx(1024 / 3), 1024.0, 3.0]
+    assert layer.weight.item() == -3.0
+
+
 def test_an_fp16_loop_that_overflows_skips_its_window():
     """Schedule, counters and hook stay; the scale halves; the next window is an update."""
     loop, ran = Loop(clip=1.0, accelerator=fp16()), []
