@@ -83,7 +83,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     if isinstance(owner, (list, tuple)):
         return [(str(index), value) for index, value in enumerate(owner)]
     # _iterator: the running workers of a loader with persistent_workers
-    return [(name, value) for name, value in vars(owner).items() if name != "_iterator"]
+    return [(n, value) for n, value in getattr(owner, "__dict__", {}).items() if n != "_iterator"]
 
 
 def _is_open(value: Any) -> bool:

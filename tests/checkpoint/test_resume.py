@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training import Run, Setup, Wrapped, difference, momentum
 
+from accumplug import Checkpointer
 from accumplug.checkpoint.format import list_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches")
@@ -100,3 +102,24 @@ def test_several_resumes_in_a_row_change_nothing(tmp_path: Path) -> None:
         seen += run.seen
     assert difference(seen, quiet.seen) is None
     assert difference(run.state(), quiet.state()) is None
+
+
+def test_a_loop_that_brings_its_own_data_is_gone_on_from(tmp_path: Path) -> None:
+    """Without loader= and accum.batches; its random numbers go on with the first block."""
+    data = [(torch.full((3, 4), i / 10.0), torch.full((3, 1), i / 10.0)) for i in range(10)]
+    quiet = Run(Setup())
+    for x, y in data:
+        quiet.block(x, y)
+    expected = quiet.state()
+    first = Run(Setup())
+    with Checkpointer(tmp_path, first.accum, model=first.model, every=4):
+        for x, y in data[:5]:
+            first.block(x, y)
+    rest = Run(Setup(), seed=9)
+    with Checkpointer(tmp_path, rest.accum, model=rest.model) as checkpoint:
+        checkpoint.resume()
+        assert (rest.accum.micro_batches, rest.accum.pending) == (4, 1)
+        for x, y in data[rest.accum.micro_batches :]:
+            rest.block(x, y)
+    assert difference(rest.seen, quiet.seen[4:]) is None
+    assert difference(rest.state(), expected) is None
