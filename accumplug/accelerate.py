@@ -61,7 +61,7 @@ class AccelerateLoop:
             "unscale_gradients": _nothing,
         }
         self._open = common | quiet
-        self._closing = common | {
+        self._closing: dict[str, Any] = common | {
             "clip_grad_norm_": self._clip,
             "clip_grad_value_": self._clip_value,
         }

@@ -145,6 +145,10 @@ class Accumulator:
         self.syncs = 0
         """Gradient reductions over the ranks that really ran on this rank."""
         Accumulator._live.add(self)
+        if accelerator is not None:
+            from accumplug.checkpoint.beside import follow
+
+            follow(self, accelerator)
 
     @property
     def steps(self) -> int:
