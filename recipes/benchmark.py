@@ -118,9 +118,8 @@ def with_accelerate(model: nn.Module, make: Callable[[], Tensor], steps: int) ->
         for _ in range(windows * steps):
             with accelerator.accumulate(prepared):
                 accelerator.backward(prepared(make())["loss"])
-                if accelerator.sync_gradients:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                optimizer.step()  # as its documentation has it: nothing, until gradients are synced
+                optimizer.zero_grad()
 
     return loop
 
@@ -399,14 +398,15 @@ def checkpoints(arguments: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(dir=arguments.output_dir) as folder:
         here = Path(folder)
+        for _ in range(4):
+            timed("micro-batch", micro_batch)
         checkpoint = Checkpointer(here / "own", accum, model=model)
         for _ in range(max(3, arguments.repeats)):
             while accum.pending or not accum.updates:
                 micro_batch()
             full = new_bytes(checkpoint)
             micro_batch()
-            timed("stall of a save in a window", checkpoint.save)
-            inside = new_bytes(checkpoint, save=False)
+            inside = new_bytes(checkpoint)
             timed("accelerator.save_state", lambda: accelerator.save_state(here / "theirs"))
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             timed("torch DCP save", lambda s=state: dcp.save(s, checkpoint_id=here / "dcp"))
@@ -414,13 +414,21 @@ def checkpoints(arguments: argparse.Namespace) -> dict[str, Any]:
             timed("accelerator.load_state", lambda: accelerator.load_state(here / "theirs"))
             timed("torch DCP load", lambda s=state: dcp.load(s, checkpoint_id=here / "dcp"))
         checkpoint.close()
+        accum.steps = 64
+        while accum.pending:
+            micro_batch()
+        with Checkpointer(here / "periodic", accum, model=model, every=1) as periodic:
+            for _ in range(2 + max(3, arguments.repeats)):
+                timed("micro-batch that saves", micro_batch)
+                periodic.wait()
     median = {name: statistics.median(times) for name, times in seconds.items()}
     return {
         "seconds": median,
-        "stall_to_save_state": median["stall of a save in a window"]
+        "stall_to_save_state": (median["micro-batch that saves"] - median["micro-batch"])
         / median["accelerator.save_state"],
         "resume_to_load_state": median["resume"] / median["accelerator.load_state"],
-        "bytes_in_window_to_full": inside / full,
+        "bytes_in_window_to_weights_and_moments": inside / full,
+        "bytes_in_window_to_all": inside / (full + inside),
     }
 
 

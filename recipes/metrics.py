@@ -23,6 +23,8 @@ def describe(accum: Accumulator, lr: float) -> Line:
         "skipped": accum.skipped,
         "epoch": accum.epoch,
     }
+    if accum.noise_scale is not None:
+        line["noise_scale"] = accum.noise_scale.estimate.value  # None while it can't be told
     return {key: value if is_finite(value) else None for key, value in line.items()}
 
 

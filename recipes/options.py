@@ -39,6 +39,9 @@ def training_options(description: str | None, output_dir: str) -> OneLineParser:
     )
     parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--max-updates", type=positive, default=300, help="optimizer updates")
+    parser.add_argument(
+        "--noise-scale", action="store_true", help="estimate how large a batch still pays"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the data's order")
     parser.add_argument("--output-dir", type=Path, default=Path(output_dir))
     for package in ("tqdm", "matplotlib"):

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accumplug import Accumulator, plan
+from accumplug import Accumulator, NoiseScale, plan
 from accumplug.report import report
 
 LENGTH = 128  # characters in a sequence
@@ -99,6 +99,8 @@ def main() -> None:
         max_grad_norm=1.0,
         nonfinite="skip_window" if args.mixed_precision == "fp16" else "raise",
     )
+    if args.noise_scale:
+        accum.noise_scale = NoiseScale()
 
     accelerator.print(
         f"{world_size} rank(s) on {accelerator.device.type}, precision {args.mixed_precision}; "

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accumplug import Accumulator, plan
+from accumplug import Accumulator, NoiseScale, plan
 from accumplug.report import report
 
 LENGTH = 128  # characters in a sequence
@@ -77,6 +77,8 @@ def main() -> None:
         max_grad_norm=1.0,
         nonfinite="skip_window" if scaler.is_enabled() else "raise",
     )
+    if args.noise_scale:
+        accum.noise_scale = NoiseScale()
 
     if rank == 0:
         print(

@@ -351,3 +351,14 @@ def test_a_run_without_scaler_that_diverges_stops(tmp_path: Path, texts: str) ->
     run = finish(process, tmp_path)
     assert run.code == 1
     assert "NonFiniteError: the gradient of the window is not finite" in run.err
+
+
+@BOTH
+def test_the_noise_scale_is_logged_if_asked_for(recipe: str, tmp_path: Path, texts: str) -> None:
+    """And changes nothing of the training: two norms are taken, nothing else."""
+    common = ("--data", texts, "--max-updates", "4", "--effective-batch", "16")
+    plain = train(recipe, tmp_path / "plain", *common)
+    asked = train(recipe, tmp_path / "asked", *common, "--noise-scale")
+    assert all("noise_scale" in line for line in asked.lines)
+    assert not any("noise_scale" in line for line in plain.lines)
+    assert all(torch.equal(w, asked.weights[name]) for name, w in plain.weights.items())
