@@ -18,7 +18,7 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -26,13 +26,11 @@ from accumplug import Accumulator
 
 from .harness import RankError, Ranks
 from .reference import (
-    Gradients,
     Item,
     big_batches,
     counting,
     equal,
     error,
-    errors,
     forked,
     grads,
     loss,

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,10 +81,13 @@ def test_every_sample_counts_once(ranks: Ranks, counts: tuple[int, ...], sync: s
         assert (micro_batches, epochs, pending) == (2 * counts[rank], 2, 0)
 
 
+@pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_every_sample_counts_once_with_look_ahead(ranks: Ranks, counts: tuple[int, ...]) -> None:
+def test_every_sample_counts_once_with_look_ahead(
+    ranks: Ranks, counts: tuple[int, ...], sync: str
+) -> None:
     """With weigh= the ranks meet when a window opens."""
-    results = ranks.run(len(counts), train, counts, 2, weigh=True)
+    results = ranks.run(len(counts), train, counts, 2, weigh=True, sync=sync)
     check(results, [w for epoch in range(2) for w in windows_of(data_of(counts, epoch), 2)])
 
 
@@ -168,6 +172,58 @@ def test_heads_that_vary_while_ranks_end(ranks: Ranks, case: str, sync: str) -> 
         assert errors(seen, expected) <= 1e-13
         assert error(after, weights) <= 1e-13
     assert equal([after for _, after, _ in results])
+
+
+def train_now_and_then(rank: int, passes: list[tuple[int, ...]], tensors: bool) -> Any:
+    """Ranks that have data in some passes and none in others; weights that nobody reads."""
+    ddp = DistributedDataParallel(net())
+    accum = Accumulator(2, optimizer=sgd(ddp.parameters()))
+    seen: list[Gradients] = []
+    accum.on_update(lambda: seen.append(grads(ddp)))
+    for epoch, counts in enumerate(passes):
+        for item in accum.batches(items(rank, SIZES[: counts[rank]], epoch)):
+            weight = torch.tensor(len(item[0])) if tensors else len(item[0])
+            with accum(ddp, weight=weight):
+                accum.backward(loss(ddp, item))
+    return seen, parameters(ddp), (accum.updates,)
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize(
+    "passes",
+    [[(0, 3), (3, 0), (2, 2)], [(0, 0), (5, 1)], [(1, 4, 0), (0, 0, 5), (3, 1, 1)]],
+    ids=str,
+)
+def test_ranks_with_data_now_and_then(
+    ranks: Ranks, passes: list[tuple[int, ...]], tensors: bool
+) -> None:
+    """Each pass ends on all ranks together."""
+    results = ranks.run(len(passes[0]), train_now_and_then, passes, tensors)
+    check(
+        results,
+        [w for epoch, counts in enumerate(passes) for w in windows_of(data_of(counts, epoch), 2)],
+    )
+
+
+def flush_in_between(rank: int, at: int) -> Any:
+    """Rank 0 flushes after some of its micro-batches, when rank 1 has none left."""
+    ddp = DistributedDataParallel(net())
+    accum = Accumulator(2, optimizer=sgd(ddp.parameters()))
+    seen: list[Gradients] = []
+    accum.on_update(lambda: seen.append(grads(ddp)))
+    for index, item in enumerate(accum.batches(items(rank, SIZES[: (7, 1)[rank]]))):
+        with accum(ddp, weight=len(item[0])):
+            accum.backward(loss(ddp, item))
+        if rank == 0 and index == at:
+            accum.flush()
+    return seen, parameters(ddp), (accum.updates,)
+
+
+def test_a_flush_while_a_rank_has_no_data(ranks: Ranks) -> None:
+    """The rank without data takes part in it."""
+    results = ranks.run(2, flush_in_between, 4)
+    first, second = data_of((7, 1))
+    check(results, [first[0:2] + second, first[2:4], first[4:5], first[5:7]])
 
 
 def train_with_buffers(
