@@ -326,6 +326,19 @@ def test_two_loaders_at_once_are_told_apart_or_it_is_said(how):
     assert sizes == [4, 2] or any("accum.batches" in str(w.message) for w in caught)
 
 
+def test_a_loader_that_was_left_by_break_may_feed_a_later_pass():
+    """Evaluated on first, trained on afterwards."""
+    loop = Loop()
+    accum = Accumulator(4, accelerator=loop.accelerator)
+    sizes = loop.sizes(accum)
+    train, other = loop.accelerator.prepare(loader_of(12), loader_of(10))
+    evaluate(loop, other, 1)
+    loop.run(accum, train)
+    loop.run(accum, other)
+    assert sizes == [4, 2, 4, 1]
+    assert accum.epoch == 2
+
+
 def test_batches_says_which_of_two_loaders_ends_the_windows():
     """The way out."""
     loop = Loop()
