@@ -152,6 +152,33 @@ def test_two_accumulators_share_no_window(ranks: Ranks) -> None:
     assert equal([r[2] for r in results])
 
 
+def train_uneven_gan(rank: int, counts: list[int]) -> Any:
+    """D's batches feed both, and rank 1 has fewer of them."""
+    d, g = DistributedDataParallel(judge()), DistributedDataParallel(generator())
+    d_accum = Accumulator(2, optimizer=sgd(d.parameters()))
+    g_accum = Accumulator(2, optimizer=sgd(g.parameters()))
+    try:
+        for item in d_accum.batches(items(rank, [3, 8, 1, 5, 2, 4][: counts[rank]])):
+            with d_accum(d, weight=len(item[0])):
+                with torch.no_grad():
+                    made = g(item[0])
+                real = torch.cat([item[1], item[1][:, :1]], 1)
+                d_accum.backward(d(made).sigmoid().mean() - d(real).sigmoid().mean())
+            with g_accum(g, weight=len(item[0])):
+                g_accum.backward(generator_loss(d, g, item))
+    except RuntimeError as wrong:
+        return str(wrong), []
+    return "", [*parameters(d), *parameters(g)]
+
+
+def test_two_accumulators_of_uneven_data_are_right_or_refused(ranks: Ranks) -> None:
+    """A rank without data can't join the windows of an Accumulator that it has no batches of."""
+    results = ranks.run(2, train_uneven_gan, [6, 2])
+    said = [words for words, _ in results]
+    assert all("data of some ranks have ended" in words for words in said) or not any(said)
+    assert equal([after for _, after in results])
+
+
 def train_two_models(rank: int, counts: list[int], order: str) -> Any:
     """A block of two DDP models of which the second in the block is the larger one."""
     torch.manual_seed(4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accumplug import Accumulator
@@ -270,6 +270,132 @@ def test_batch_norm_while_ranks_end(ranks: Ranks, counts: tuple[int, ...]) -> No
     results = ranks.run(2, train_with_buffers, counts, "last", True)
     assert equal([after for _, after, _ in results])
     assert len(results[0][0]) == len(results[1][0]) == 2 * -(-max(counts) // 2)
+
+
+class Table(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Rows of the table through a layer."""
+        return self.out(self.table(indices))
+
+
+def sparse_loss(model: nn.Module, rank: int, index: int) -> Tensor:
+    """Of two rows, others for each rank and micro-batch."""
+    return model(torch.tensor([(index + 2 * rank) % 10, 9 - index])).square().mean()
+
+
+def train_sparse(rank: int, counts: tuple[int, ...], sync: str) -> tuple[list[Tensor], int]:
+    """Windows of two of a model with sparse gradients."""
+    ddp = DistributedDataParallel(Table())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    accum = Accumulator(2, optimizer=optimizer, sync=sync)
+    for index in accum.batches(range(counts[rank])):
+        with accum(ddp):
+            accum.backward(sparse_loss(ddp, rank, index))
+    return parameters(ddp), accum.updates
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("counts", [(4, 4), (5, 5), (4, 1), (0, 3)], ids=str)
+def test_sparse_gradients_while_ranks_end(ranks: Ranks, counts: tuple[int, ...], sync: str) -> None:
+    """Rows of an embedding that no rank has used are not touched."""
+    results = ranks.run(2, train_sparse, counts, sync)
+    model = Table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, max(counts), 2):
+        losses = [
+            sparse_loss(model, rank, index)
+            for rank, count in enumerate(counts)
+            for index in range(start, min(start + 2, count))
+        ]
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / len(losses)).backward()
+        optimizer.step()
+    for after, updates in results:
+        assert updates == -(-max(counts) // 2)
+        assert error(after, parameters(model)) <= 1e-13
+    assert equal([after for after, _ in results])
+
+
+def train_with_garbage(rank: int) -> Any:
+    """An earlier wrapper of the same model is dead, but not collected; rank 1 has no data."""
+    model = net()
+    earlier = DistributedDataParallel(model)
+    object.__setattr__(earlier, "cycle", [earlier])
+    del earlier
+    ddp = DistributedDataParallel(model)
+    accum = Accumulator(2, optimizer=sgd(model.parameters()))
+    seen: list[Gradients] = []
+    accum.on_update(lambda: seen.append(grads(model)))
+    for item in accum.batches(items(rank, SIZES[: (3, 0)[rank]])):
+        with accum(ddp, weight=len(item[0])):
+            accum.backward(loss(ddp, item))
+    return seen, parameters(model), (accum.updates,)
+
+
+def test_a_wrapper_that_is_garbage_is_not_joined(ranks: Ranks) -> None:
+    """A rank that never had data finds the one that is in use."""
+    check(ranks.run(2, train_with_garbage), windows_of(data_of((3, 0)), 2))
+
+
+def train_with_own_steps(rank: int, steps: tuple[int, ...], counts: tuple[int, ...]) -> Any:
+    """Each rank has a window of its own length."""
+    ddp = DistributedDataParallel(net())
+    accum = Accumulator(steps[rank], optimizer=sgd(ddp.parameters()))
+    seen: list[Gradients] = []
+    accum.on_update(lambda: seen.append(grads(ddp)))
+    for item in accum.batches(items(rank, SIZES[: counts[rank]])):
+        with accum(ddp, weight=len(item[0])):
+            accum.backward(loss(ddp, item))
+    return seen, parameters(ddp), (accum.updates,)
+
+
+@pytest.mark.parametrize("steps", [(2, 4), (1, 3)], ids=str)
+def test_ranks_with_steps_of_their_own(ranks: Ranks, steps: tuple[int, ...]) -> None:
+    """A slow rank may take fewer micro-batches; the weights make it right."""
+    counts = (7, 6)
+    first, second = data_of(counts)
+    windows = [
+        first[n * steps[0] : (n + 1) * steps[0]] + second[n * steps[1] : (n + 1) * steps[1]]
+        for n in range(7)
+    ]
+    check(
+        ranks.run(2, train_with_own_steps, steps, counts), [window for window in windows if window]
+    )
+
+
+def train_sharded_state(rank: int, counts: tuple[int, ...]) -> tuple[list[Tensor], int]:
+    """An optimizer whose step has collectives of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        ddp = DistributedDataParallel(net())
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+    accum = Accumulator(2, optimizer=optimizer)
+    for item in accum.batches(items(rank, SIZES[: counts[rank]])):
+        with accum(ddp, weight=len(item[0])):
+            accum.backward(loss(ddp, item))
+    return parameters(ddp), accum.updates
+
+
+def test_an_optimizer_that_shares_its_state_over_the_ranks(ranks: Ranks) -> None:
+    """ZeroRedundancyOptimizer steps on a rank without data, too."""
+    results = ranks.run(2, train_sharded_state, (5, 2))
+    _, weights = big_batches(
+        windows_of(data_of((5, 2)), 2), optimizer=lambda p: torch.optim.Adam(p, lr=0.01)
+    )
+    for after, updates in results:
+        assert updates == 3
+        assert error(after, weights) <= 1e-13
+    assert equal([after for after, _ in results])
 
 
 def step_in_loop(rank: int, counts: tuple[int, ...]) -> str:
