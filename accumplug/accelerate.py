@@ -135,7 +135,8 @@ class AccelerateLoop:
         active = [loader for loader in self._state.dataloader_references if loader is not None]
         loader = self._loader()
         if not any(loader is one for one in active):
-            running = [one for one in active if self._runs(one, active)]
+            once = {id(one): one for one in active}.values()  # one left by break is listed twice
+            running = [one for one in once if self._runs(one, active)]
             if not running:
                 return False
             if len(running) > 1 and not self._warned:

@@ -326,7 +326,6 @@ def test_two_loaders_at_once_are_told_apart_or_it_is_said(how):
     assert sizes == [4, 2] or any("accum.batches" in str(w.message) for w in caught)
 
 
-@pytest.mark.xfail(strict=True, reason="warned about as two loaders: it is registered twice")
 def test_a_loader_that_was_left_by_break_may_feed_a_later_pass():
     """Evaluated on first, trained on afterwards."""
     loop = Loop()
