@@ -18,7 +18,7 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -227,6 +227,46 @@ def test_sync_in_every_micro_batch_of_an_accelerate_loop(ranks: Ranks) -> None:
     for after, *_ in results:
         assert error(after, weights) <= 1e-13
     assert equal([after for after, *_ in results])
+
+
+def train_two(rank: int, count: int, order: str) -> tuple[list[Tensor], int]:
+    """Two prepared models in one block."""
+    config = DataLoaderConfiguration(even_batches=False)
+    with accelerated(rank, dataloader_config=config) as accelerator:
+        torch.manual_seed(4)
+        small, large = nn.Linear(3, 3), net()
+        both = nn.ModuleList([small, large])
+        loader: Any = DataLoader(samples(count), batch_size=2)  # type: ignore[arg-type]
+        first, second, optimizer, loader = accelerator.prepare(
+            small, large, sgd(both.parameters()), loader
+        )
+        accum = Accumulator(2, accelerator=accelerator)
+        for x, y in accum.batches(loader):
+            with accum(*((first, second) if order == "small first" else (second, first))):
+                accelerator.backward(nn.functional.mse_loss(second(first(x)), y))
+                accelerator.clip_grad_norm_(both.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return parameters(both), accum.updates
+
+
+@pytest.mark.parametrize("order", ["small first", "large first"])
+@pytest.mark.parametrize("count", [2, 10])
+def test_two_models_of_an_accelerate_loop(ranks: Ranks, count: int, order: str) -> None:
+    """In the order of the block or in that of prepare: reduced and clipped together."""
+    results = ranks.run(2, train_two, count, order)
+    torch.manual_seed(4)
+    both = nn.ModuleList([nn.Linear(3, 3), net()])
+    optimizer = sgd(both.parameters())
+    for window in windows_of(dealt(count, 2), 2):
+        optimizer.zero_grad()
+        losses = [nn.functional.mse_loss(both[1](both[0](x)), y) for x, y in window]
+        (torch.stack(losses).sum() / len(losses)).backward()
+        nn.utils.clip_grad_norm_(both.parameters(), 0.5)
+        optimizer.step()
+    for after, _ in results:
+        assert error(after, parameters(both)) <= 1e-13
+    assert equal([after for after, _ in results])
 
 
 def leave_out_in_loop(rank: int, way: str) -> Any:

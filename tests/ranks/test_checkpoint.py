@@ -17,7 +17,7 @@ from .checkpointing import Setup, Told, part
 from .harness import Ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
-from training import difference  # noqa: E402
+from training import difference
 
 EACH = {"every": 1, "keep": 99}
 

@@ -1,4 +1,4 @@
-"""What several ranks would make silently wrong is refused, on each of them, before anything runs."""
+"""What windows over ranks can't be made right with is said, on every rank, and none waits."""
 
 from __future__ import annotations
 
