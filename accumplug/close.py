@@ -56,11 +56,10 @@ def take_update(
         if has_gradients(optimizer):
             scaler.unscale_(optimizer)
     norm = total_norm(graded)
-    flags = [_found_inf(scaler, optimizer, norm) for optimizer in optimizers]
-    weight = torch.ones((), device=norm.device) if total is None else total
-    wide = torch.float32 if norm.device.type == "mps" else torch.float64
-    read = torch.stack([v.detach().to(norm.device, wide) for v in (norm, weight, *flags)])
-    value, known_total, *values = read.tolist()
+    if scaler is None and total is None:
+        value, known_total, values = norm.item(), 1.0, [0.0 for _ in optimizers]
+    else:
+        value, known_total, *values = _read(norm, total, scaler, optimizers)
     bad = [bool(flag) or known_total == 0 for flag in values]
     finite = math.isfinite(value) and not any(bad)
     if not finite and known_total != 0 and nonfinite == "raise":
@@ -77,6 +76,17 @@ def take_update(
         if stepped.get(id(getattr(scheduler, "optimizer", None)), any(stepped.values())):
             scheduler.step()
     return Outcome(any(stepped.values()), norm)
+
+
+def _read(
+    norm: Tensor, total: Tensor | None, scaler: Any, optimizers: Sequence[Optimizer]
+) -> list[float]:
+    """The norm, the total weight and the scaler's flag of each optimizer, in one wait."""
+    flags = [_found_inf(scaler, optimizer, norm) for optimizer in optimizers]
+    weight = torch.ones((), device=norm.device) if total is None else total
+    wide = torch.float32 if norm.device.type == "mps" else torch.float64
+    read = torch.stack([v.detach().to(norm.device, wide) for v in (norm, weight, *flags)])
+    return [float(v) for v in read.tolist()]
 
 
 def _step(optimizers: Sequence[Optimizer], bad: Sequence[bool], scaler: Any) -> dict[int, bool]:
