@@ -217,8 +217,15 @@ def _plan(accum: Accumulator, feed: Feed, window: list[T], weigh: Callable[[T], 
     weights = [check_weight(weigh(item)) for item in window]
     full = float(len(window) == accum.steps)
     _pause(accum, Meeting.FULL)
-    sums = accum._ranks.sum([sum(weights, 0.0), float(len(window)), float(bool(window)), full])
-    _, count, feed.alive, full = _floats(sums)
+    places = [float(i < len(window)) for i in range(accum.steps)] if feed.in_step else []
+    told = [sum(weights, 0.0), float(len(window)), float(bool(window)), full, *places]
+    sums = accum._ranks.sum(told)
+    _, count, feed.alive, full, *taken = _floats(sums)
+    if any(0 < ranks < accum._ranks.size for ranks in taken):
+        raise RuntimeError(
+            'weigh= under sync="every" reduces in each micro-batch, so each rank needs as many of '
+            'them in a window; here they differ. Even out the data, or use sync="last"'
+        )
     if count == 0 or (full == 0 and accum._options.tail == "drop"):
         return False
     feed.plan = Plan(weights, sums[0], count, left=max(len(window), 1))

@@ -303,9 +303,9 @@ class MicroBatch:
         self._reduced = self._stats() != stats
         if self._reduced and not self.overlaps:
             raise RuntimeError(
-                "the forward of this micro-batch ran outside of its block, where "
-                "DistributedDataParallel takes it for one that reduces; run it inside of "
-                "`with accum(model):`"
+                "DistributedDataParallel reduced in a micro-batch that was not to: its forward ran "
+                "outside of the block, or an earlier one had no backward. Run it inside of "
+                "`with accum(model):`, or under torch.no_grad()"
             )
         if versions != self._accum._versions(self):
             raise ValueError(

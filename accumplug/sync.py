@@ -79,6 +79,7 @@ def find_replicas(parameters: Iterable[nn.Parameter]) -> list[DistributedDataPar
     """
     parameters = list(parameters)
     ids = {id(p) for p in parameters}
+    gc.collect()  # a wrapper that is garbage must not be joined
     found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
     found = [ddp for ddp in found if any(id(p) in ids for p in ddp.parameters())]
     return in_order(found, parameters)
@@ -135,6 +136,7 @@ def reduce_now(ddp: DistributedDataParallel) -> None:
     parameters = reduced_parameters(ddp)
     ddp.reducer._rebuild_buckets()
     ddp.reducer.prepare_for_forward()
+    _fill_sparse(ddp)
     if ddp.find_unused_parameters:
         # at least one has to start the reducer; if it has no .grad it does not count as used
         parameters = [p for p in parameters if p.grad is not None] or parameters[-1:]
@@ -142,6 +144,17 @@ def reduce_now(ddp: DistributedDataParallel) -> None:
     ddp.reducer.prepare_for_backward([nothing] if ddp.find_unused_parameters else [])
     nothing.backward()
     ddp.require_forward_param_sync = True
+
+
+def _fill_sparse(ddp: DistributedDataParallel) -> None:
+    """Give embeddings with sparse gradients an empty one where there is none, as DDP expects."""
+    for module in ddp.module.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            weight = module.weight
+            if weight.grad is None and weight.requires_grad:
+                none = torch.empty(1, 0, dtype=torch.long, device=weight.device)
+                rows = weight.new_empty(0, weight.shape[1])
+                weight.grad = torch.sparse_coo_tensor(none, rows, weight.shape)
 
 
 def reduce_sums(ddps: Sequence[DistributedDataParallel], ranks: Ranks) -> None:

@@ -162,7 +162,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "context",
+    [
+        "fork",
+        pytest.param(
+            "spawn",
+            marks=pytest.mark.xfail(reason="a worker may not have started when the signal comes"),
+        ),
+    ],
+)
 def test_workers_live_through_a_signal_to_the_whole_group_and_end_for_their_parent(
     context: str, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ class Ranks:
 def serve(pipe: Connection, port: int) -> None:
     """What each process does: run what it is told, with a new process group each time."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it sets it
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
