@@ -22,7 +22,7 @@ from accumplug.options import Options
 from accumplug.probe import NoiseProbe
 from accumplug.result import Closed, LossSum, WindowResult, zero
 from accumplug.running import Foreign, RunningSum
-from accumplug.sync import Ranks, find_replicas, forget_marks
+from accumplug.sync import Ranks, find_replicas, forget_marks, has_sparse_gradients
 from accumplug.update import Update
 from accumplug.weights import Plan, Weights
 from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
@@ -381,6 +381,11 @@ class Accumulator:
             raise RuntimeError(
                 "the data of some ranks have ended and others go on; under fully_shard every rank "
                 "runs each forward. Even out the data (e.g. drop_last=True)"
+            )
+        if any(has_sparse_gradients(ddp) for ddp in self._sum.replicas(self._sum.models)):
+            raise RuntimeError(
+                "the data of some ranks have ended and others go on; a rank without data can't "
+                "stand in for an embedding with sparse=True. Even out the data, or use sparse=False"
             )
         if not self.takes_step and self._loop is None:
             raise RuntimeError(

@@ -85,6 +85,12 @@ def find_replicas(parameters: Iterable[nn.Parameter]) -> list[DistributedDataPar
     return in_order(found, parameters)
 
 
+def has_sparse_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP expects sparse gradients, which a rank without a backward can't stand in for."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return any(isinstance(m, kinds) and m.sparse for m in ddp.module.modules())
+
+
 def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that `ddp` reduces."""
     ignored = ddp.parameters_to_ignore
@@ -136,7 +142,6 @@ def reduce_now(ddp: DistributedDataParallel) -> None:
     parameters = reduced_parameters(ddp)
     ddp.reducer._rebuild_buckets()
     ddp.reducer.prepare_for_forward()
-    _fill_sparse(ddp)
     if ddp.find_unused_parameters:
         # at least one has to start the reducer; if it has no .grad it does not count as used
         parameters = [p for p in parameters if p.grad is not None] or parameters[-1:]
@@ -144,17 +149,6 @@ def reduce_now(ddp: DistributedDataParallel) -> None:
     ddp.reducer.prepare_for_backward([nothing] if ddp.find_unused_parameters else [])
     nothing.backward()
     ddp.require_forward_param_sync = True
-
-
-def _fill_sparse(ddp: DistributedDataParallel) -> None:
-    """Give embeddings with sparse gradients an empty one where there is none, as DDP expects."""
-    for module in ddp.module.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            weight = module.weight
-            if weight.grad is None and weight.requires_grad:
-                none = torch.empty(1, 0, dtype=torch.long, device=weight.device)
-                rows = weight.new_empty(0, weight.shape[1])
-                weight.grad = torch.sparse_coo_tensor(none, rows, weight.shape)
 
 
 def reduce_sums(ddps: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
