@@ -489,7 +489,10 @@ class Accumulator:
             sums = [a._sum for a in Accumulator._live if a is not self]
             own = {id(p) for p in self._sum.parameters}
             parameters = [weakref.ref(p) for s in sums for p in s.parameters if id(p) not in own]
-            ddps = [weakref.ref(ddp) for s in sums for ddp in s.replicas(s.models)]
+            found = [ddp for s in sums for ddp in s.replicas(s.models)]
+            if self._ranks.size > 1:  # also those that their Accumulators have not seen yet
+                found += [ddp for s in sums for ddp in find_replicas(s.stepped_parameters)]
+            ddps = [weakref.ref(ddp) for ddp in {id(ddp): ddp for ddp in found}.values()]
             self._others = Foreign(RunningSum.changes, parameters, ddps)
         return self._others
 

@@ -137,7 +137,6 @@ def plain_gan(data: list[list[Item]]) -> tuple[dict[str, list[Gradients]], Any, 
     return seen, parameters(d), parameters(g)
 
 
-@pytest.mark.xfail(reason="a model that its Accumulator has not seen yet runs a synced forward")
 def test_two_accumulators_share_no_window(ranks: Ranks) -> None:
     """Six items in windows of two: three updates each, D free of what G's loss leaves in it."""
     results = ranks.run(2, train_gan, [6, 6])
