@@ -304,8 +304,8 @@ class MicroBatch:
         if self._reduced and not self.overlaps:
             raise RuntimeError(
                 "DistributedDataParallel reduced in a micro-batch that was not to: its forward ran "
-                "outside of the block, or an earlier one had no backward. Run it inside of "
-                "`with accum(model):`, or under torch.no_grad()"
+                "outside of the block, or an earlier forward had no backward. "
+                "Run it inside of `with accum(model):`, or under torch.no_grad()"
             )
         if versions != self._accum._versions(self):
             raise ValueError(

@@ -389,7 +389,7 @@ def test_a_forward_outside_of_its_block_is_refused_under_ddp():
     ddp = DistributedDataParallel(network())
     accum = Accumulator(2)
     loss = mean_loss(ddp, data([2])[0])
-    with pytest.raises(RuntimeError, match=r"run it inside of `with accum\(model\):`"), accum(ddp):
+    with pytest.raises(RuntimeError, match=r"Run it inside of `with accum\(model\):`"), accum(ddp):
         accum.backward(loss)
 
 
