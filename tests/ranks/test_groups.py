@@ -180,8 +180,10 @@ def test_two_accumulators_of_uneven_data_are_right_or_refused(ranks: Ranks) -> N
     assert equal([after for _, after in results])
 
 
-def train_two_models(rank: int, counts: list[int], order: str) -> Any:
-    """A block of two DDP models of which the second in the block is the larger one."""
+def train_two_models(
+    rank: int, counts: list[int], order: str, out: int | None = None
+) -> tuple[list[Gradients], list[Tensor], int]:
+    """Blocks of two DDP models; rank 1 leaves the micro-batch `out` out."""
     torch.manual_seed(4)
     small, large = DistributedDataParallel(nn.Linear(3, 3)), DistributedDataParallel(net())
     models = (small, large) if order == "small first" else (large, small)
@@ -189,21 +191,21 @@ def train_two_models(rank: int, counts: list[int], order: str) -> Any:
     both = nn.ModuleList([small.module, large.module])
     seen: list[Gradients] = []
     accum.on_update(lambda: seen.append(grads(both)))
-    for x, y in accum.batches(items(rank, [3, 8, 1, 5, 2][: counts[rank]])):
-        with accum(*models, weight=len(x)):
-            accum.backward(nn.functional.mse_loss(large(small(x)), y))
+    for index, (x, y) in enumerate(accum.batches(items(rank, [3, 8, 1, 5, 2][: counts[rank]]))):
+        with accum(*models, weight=len(x)) as micro:
+            if rank == 1 and index == out:
+                micro.skip()
+            else:
+                accum.backward(nn.functional.mse_loss(large(small(x)), y))
     return seen, parameters(both), accum.updates
 
 
-@pytest.mark.parametrize("order", ["small first", "large first"])
-@pytest.mark.parametrize("counts", [[5, 5], [5, 2], [0, 3], [3, 0]], ids=str)
-def test_two_models_in_one_block(ranks: Ranks, counts: list[int], order: str) -> None:
-    """Reduced in the same order by a rank that never ran a block."""
-    results = ranks.run(2, train_two_models, counts, order)
+def check_two_models(results: Any, data: list[list[Item]]) -> None:
+    """All ranks have made the updates that plain torch makes of windows of two."""
     torch.manual_seed(4)
     both = nn.ModuleList([nn.Linear(3, 3), net()])
     expected, weights = big_batches(
-        windows_of([items(r, [3, 8, 1, 5, 2][:count]) for r, count in enumerate(counts)], 2),
+        windows_of(data, 2),
         both,
         lambda _, item: nn.functional.mse_loss(both[1](both[0](item[0])), item[1]),
     )
@@ -212,3 +214,18 @@ def test_two_models_in_one_block(ranks: Ranks, counts: list[int], order: str) ->
         assert errors(seen, expected) <= 1e-13
         assert error(after, weights) <= 1e-13
     assert equal([after for _, after, _ in results])
+
+
+@pytest.mark.parametrize("order", ["small first", "large first"])
+@pytest.mark.parametrize("counts", [[5, 5], [5, 2], [0, 3], [3, 0]], ids=str)
+def test_two_models_in_one_block(ranks: Ranks, counts: list[int], order: str) -> None:
+    """Reduced in the same order by a rank that never ran a block."""
+    results = ranks.run(2, train_two_models, counts, order)
+    check_two_models(results, [items(r, [3, 8, 1, 5, 2][:count]) for r, count in enumerate(counts)])
+
+
+@pytest.mark.parametrize("order", ["small first", "large first"])
+def test_two_models_of_which_one_rank_leaves_the_closing_out(ranks: Ranks, order: str) -> None:
+    """It reduces them without a backward, in the order of those that have one."""
+    results = ranks.run(2, train_two_models, [4, 4], order, 3)
+    check_two_models(results, [items(0, [3, 8, 1, 5]), items(1, [3, 8, 1])])
