@@ -163,29 +163,31 @@ def test_heads_of_a_discarded_window_are_forgotten(ranks: Ranks, way: str) -> No
     assert equal([after for _, after, _ in results])
 
 
-def take_back_heads(rank: int) -> Any:
-    """Head b is used in a micro-batch that is left out again, on one rank."""
+def take_back_heads(rank: int, bad: int) -> Any:
+    """Head b is used in rank 1's third micro-batch only; `bad` is left out again."""
     ddp = DistributedDataParallel(forked(), find_unused_parameters=True)
     accum = Accumulator(2, optimizer=sgd(ddp.parameters()), nonfinite="skip_micro_batch")
     seen: list[Gradients] = []
     accum.on_update(lambda: seen.append(grads(ddp)))
     for index, item in enumerate(items(rank, SIZES[rank])):
-        bad = rank == 1 and index == 2
         with accum(ddp):
-            value = ddp(item[0], "ab" if bad else "a").square().mean()
-            accum.backward(value * float("nan") if bad else value)
+            value = ddp(item[0], "ab" if rank == 1 and index == 2 else "a").square().mean()
+            accum.backward(value * float("nan") if rank == 1 and index == bad else value)
     return seen, parameters(ddp), None
 
 
-def test_heads_of_a_micro_batch_that_is_left_out_are_forgotten(ranks: Ranks) -> None:
-    """A head that only it has used has no gradient on any rank."""
-    results = ranks.run(2, take_back_heads)
+@pytest.mark.parametrize("bad", [2, 3])
+def test_heads_of_a_micro_batch_that_is_left_out_are_forgotten(ranks: Ranks, bad: int) -> None:
+    """And only those: a head that another one has used is reduced, one that none has is not."""
+    results = ranks.run(2, take_back_heads, bad)
     model = forked()
     optimizer, expected = sgd(model.parameters()), []
-    for window in (data_of((0, 1), (0, 1)), data_of((2, 3), (3,))):
+    left = [("a", item) for item in data_of((2, 3), ())]
+    left += [("ab" if bad == 3 else "a", data_of((), (5 - bad,))[0])]
+    for window in ([("a", item) for item in data_of((0, 1), (0, 1))], left):
         optimizer.zero_grad()
-        losses = [model(item[0], "a").square().mean() for item in window]
-        (sum(losses) / len(losses)).backward()
+        losses = [model(item[0], heads).square().mean() for heads, item in window]
+        (torch.stack(losses).sum() / len(losses)).backward()
         expected.append(grads(model))
         optimizer.step()
     for seen, _, _ in results:
@@ -217,11 +219,11 @@ def test_one_rank_may_throw_its_share_away(ranks: Ranks, unused: bool) -> None:
     check(results, [data_of((0, 1, 2), (2, 3)), data_of((3,), ())])
 
 
-def flush_early(rank: int, pending: list[int], loop_steps: bool) -> Trained:
+def flush_early(rank: int, pending: list[int], loop_steps: bool, tail: str) -> Trained:
     """All ranks close the window when they have `pending` micro-batches each."""
     ddp = DistributedDataParallel(net())
     optimizer = sgd(ddp.parameters())
-    accum = Accumulator(4) if loop_steps else Accumulator(4, optimizer=optimizer)
+    accum = Accumulator(4, optimizer=None if loop_steps else optimizer, tail=tail)
     seen: list[Gradients] = []
     accum.on_update(lambda: seen.append(grads(ddp)))
     data = items(rank, SIZES[rank])
@@ -242,13 +244,18 @@ def flush_early(rank: int, pending: list[int], loop_steps: bool) -> Trained:
     return seen, parameters(ddp), (accum.updates, accum.pending)
 
 
-@pytest.mark.parametrize("loop_steps", [False, True], ids=["", "the loop steps"])
-@pytest.mark.parametrize("pending", [[3, 1], [2, 2], [1, 0], [0, 2], [0, 0]], ids=str)
-def test_flush_closes_what_any_rank_has(ranks: Ranks, pending: list[int], loop_steps: bool) -> None:
-    """It reduces by itself, and a rank with nothing takes part once it has run a block."""
-    if loop_steps and 0 in pending:
-        pytest.skip("a rank that has run no block and has no optimizer= does not know the model")
-    results = ranks.run(2, flush_early, pending, loop_steps)
+# a rank that has run no block knows the model by its optimizer only
+PENDING = [(pending, False) for pending in ([3, 1], [2, 2], [1, 0], [0, 2], [0, 0])]
+PENDING += [([3, 1], True), ([2, 2], True)]
+
+
+@pytest.mark.parametrize("tail", ["flush", "drop"])
+@pytest.mark.parametrize(("pending", "loop_steps"), PENDING, ids=str)
+def test_flush_closes_what_any_rank_has(
+    ranks: Ranks, pending: list[int], loop_steps: bool, tail: str
+) -> None:
+    """Whatever becomes of a tail, it reduces by itself, and a rank with nothing takes part."""
+    results = ranks.run(2, flush_early, pending, loop_steps, tail)
     first = data_of(tuple(range(pending[0])), tuple(range(pending[1])))
     whole = data_of((0, 1, 2, 3), (0, 1, 2, 3))
     check(results, [first, whole] if first else [whole])
