@@ -211,3 +211,37 @@ def test_a_rank_that_leaves_out_its_last_micro_batch(
         assert errors(seen, expected) <= 1e-13
         assert error(after, weights) <= 1e-13
     assert equal([after for _, after, _ in results])
+
+
+def forward_twice(rank: int, model: str, out: list[int]) -> Any:
+    """Two forwards and one backward in each block; rank 1 skips some."""
+    make, wrap_with = MODELS[model]
+    ddp = DistributedDataParallel(make(), **wrap_with)
+    accum = Accumulator(2, optimizer=sgd(ddp.parameters()))
+    seen: list[Gradients] = []
+    accum.on_update(lambda: seen.append(grads(ddp)))
+    for index, item in enumerate(items(rank, SIZES[:4])):
+        with accum(ddp, weight=len(item[0])) as micro:
+            if rank == 1 and index in out:
+                micro.skip()
+            else:
+                accum.backward((loss(ddp, item) + loss(ddp, item)) / 2)
+    return seen, parameters(ddp), accum.updates
+
+
+@pytest.mark.parametrize("out", [[], [3], [2, 3]], ids=str)
+@pytest.mark.parametrize("model", ["plain", "buffers", "unused and buffers"])
+def test_two_forwards_in_a_block(ranks: Ranks, model: str, out: list[int]) -> None:
+    """Each forward of a synced block would broadcast the buffers again."""
+    results = ranks.run(2, forward_twice, model, out)
+    first = items(0, SIZES[:4])
+    second = items(1, SIZES[:4])
+    left = [first[start : start + 2] for start in (0, 2)]
+    for index in set(range(4)) - set(out):
+        left[index // 2].append(second[index])
+    expected, weights = big_batches(left, MODELS[model][0]())
+    for seen, after, updates in results:
+        assert updates == 2
+        assert errors(seen, expected) <= 1e-13
+        assert error(after, weights) <= 1e-13
+    assert equal([after for _, after, _ in results])
