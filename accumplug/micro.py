@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accumplug import sharded
 from accumplug.close import unscaled
-from accumplug.sync import before_forward, check_reduced, reduce_now, reduce_sums
+from accumplug.sync import before_forward, buffers_once, check_reduced, reduce_now, reduce_sums
 from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
 if TYPE_CHECKING:
@@ -326,8 +326,7 @@ class MicroBatch:
             if not self.reduces:
                 self._accum._warn_deferral(root)
         for ddp in self.replicas:
-            if not self.overlaps:
-                self._deferred.enter_context(ddp.no_sync())
+            self._deferred.enter_context(buffers_once(ddp) if self.overlaps else ddp.no_sync())
 
     def _refuse_left_out(self) -> None:
         """Raise RuntimeError if the window has sums in a DDP module that is not in this block."""

@@ -7,7 +7,8 @@ Everything that touches DistributedDataParallel's private parts is in this file
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,7 +108,24 @@ def before_forward(ddp: DistributedDataParallel) -> None:
     ddp.reducer._rebuild_buckets()
     if ddp._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
         ddp._sync_buffers()  # type: ignore[no-untyped-call]
-    ddp.require_forward_param_sync = False
+    if not ddp._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+        ddp.require_forward_param_sync = False
+
+
+@contextmanager
+def buffers_once(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Let no forward broadcast the buffers: `before_forward` has, on all ranks.
+
+    In a synced block DDP would do it again in each forward after the first one.
+    """
+    if not ddp._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+        broadcasts, ddp.broadcast_buffers = ddp.broadcast_buffers, False
+        try:
+            yield
+        finally:
+            ddp.broadcast_buffers = broadcasts
+    else:
+        yield
 
 
 def in_order(
