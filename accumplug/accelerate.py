@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from accumplug.options import Options, inner
 from accumplug.refuse import ENGINE
@@ -69,10 +68,6 @@ class AccelerateLoop:
             taken = _nothing if options.max_grad_norm is not None else _refuse_clip
             self._closing = self._open | {"clip_grad_norm_": taken, "clip_grad_value_": taken}
         self._forget_step_on_load()
-
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that were prepared."""
-        return [inner(optimizer) for optimizer in self.accelerator._optimizers]
 
     def models(self) -> list[nn.Module]:
         """The models that were prepared."""

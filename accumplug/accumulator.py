@@ -110,7 +110,7 @@ class Accumulator:
             self._loop = AccelerateLoop(accelerator, self.backward, options, self._steps)
             scaler = accelerator.scaler if scaler is None else scaler
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
-        self._sum = RunningSum(options.optimizers, self._loop.optimizers() if self._loop else ())
+        self._sum = RunningSum(options.optimizers, self._loop)
         self._weights = Weights(self._ranks, self._sum, sync == "every")
         self._update = Update(self, options, self._sum, self._scaler, self._loop)
         self._probe: NoiseProbe | None = None
@@ -513,7 +513,11 @@ class Accumulator:
         more = 0.0 if feed is None else float(not feed.last)
         closing = float(not micro.virtual or micro.flushes)
         count: Weight = window.index + (not micro.virtual)
-        total, count, alive, closing = self._ranks.sum([window.total, count, more, closing])
+        others = self._others_ran()
+        told = [window.total, count, more, closing, others, self._sum.elements() if others else 0]
+        total, count, alive, closing, others, elements = self._ranks.sum(told)
+        if float(others):
+            self._refuse_company(float(alive), float(elements))
         if feed is not None and not feed.in_step:
             feed.alive = float(alive)
         if micro.virtual:
@@ -524,6 +528,26 @@ class Accumulator:
             self._refuse_unstepped(micro)
         micro.closers = int(closing) if self._loop is not None else 0
         micro.void = self._weights.settle(window, total, count)
+
+    def _others_ran(self) -> float:
+        """1.0 if another Accumulator has run micro-batches in this pass, else 0.0."""
+        known = {} if self._feed is None else self._feed.others
+        others = (a for a in Accumulator._live if a is not self)
+        return float(any(a.micro_batches > known.get(id(a), 0) for a in others))
+
+    def _refuse_company(self, alive: float, elements: float) -> None:
+        """Another Accumulator runs in this pass, whose windows a rank without data can't join.
+
+        `elements`: of the sums of all ranks together, which differ where ranks close windows of
+        different Accumulators. All ranks find the same, and raise together.
+        """
+        ended = self._absent() or (self._feed is not None and 0 < alive < self._ranks.size)
+        if ended or elements != self._ranks.size * self._sum.elements():
+            raise RuntimeError(
+                "the data of some ranks have ended and others go on, and another Accumulator runs "
+                "in the same pass: a rank without data can join the windows of one Accumulator "
+                "only. Even out the data (e.g. drop_last=True, or a DistributedSampler)"
+            )
 
     def _refuse_unstepped(self, micro: MicroBatch) -> None:
         """A window that ends outside of a block, where a plain loop would not step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -30,6 +30,8 @@ class Feed:
     plan: Plan | None = None
     resumed: bool = False
     """Another process began this pass; what the ranks told each other then is known."""
+    others: dict[int, int] = field(default_factory=dict)
+    """How many micro-batches each other Accumulator had run when the pass began, by id."""
 
 
 class Meeting(Enum):
@@ -89,6 +91,7 @@ def iterate(
 ) -> Iterator[T]:
     """The generator behind `Accumulator.batches`."""
     feed = Feed(in_step=accum._options.sync == "every" and accum._ranks.size > 1)
+    feed.others = {id(other): other.micro_batches for other in type(accum)._live}
     keeper = accum._keeper
     if keeper is None:
         accum._feed, accum.position = feed, 0
@@ -221,13 +224,10 @@ def _plan(accum: Accumulator, feed: Feed, window: list[T], weigh: Callable[[T], 
     told = [sum(weights, 0.0), float(len(window)), float(bool(window)), full, *places]
     sums = accum._ranks.sum(told)
     _, count, feed.alive, full, *taken = _floats(sums)
-    if any(0 < ranks < accum._ranks.size for ranks in taken):
-        raise RuntimeError(
-            'weigh= under sync="every" reduces in each micro-batch, so each rank needs as many of '
-            'them in a window; here they differ. Even out the data, or use sync="last"'
-        )
     if count == 0 or (full == 0 and accum._options.tail == "drop"):
         return False
+    # under sync="every" each micro-batch is reduced: who has fewer stands in with weight 0
+    weights += [0.0] * (sum(ranks > 0 for ranks in taken) - len(weights))
     feed.plan = Plan(weights, sums[0], count, left=max(len(window), 1))
     return True
 
@@ -236,11 +236,9 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
     """Hand out the items of a planned window, or take part in it without any."""
     if (plan := feed.plan) is None:
         return
-    feed.last = not window
+    feed.last = not window and not feed.in_step
     if not window:
-        _pause(accum, Meeting.SHORT)
         plan.left = 0
-        accum._join()
     before = accum.micro_batches
     for item in window:
         _pause_before_block(accum, feed)
@@ -249,6 +247,9 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
         if plan.discarded:
             accum.position += plan.left
             break
+    for _ in range(len(window), max(len(plan.weights), 1)):
+        _pause(accum, Meeting.SHORT)
+        accum._join()
     ran = accum.micro_batches - before
     if accum.pending or (ran != len(window) and not plan.discarded):
         raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -81,13 +81,11 @@ class RunningSum:
     changes: ClassVar[int] = 0
     """Counts whatever was added to any sum, so that others can keep what they found."""
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], of_the_loop: Sequence[Optimizer] = ()
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], loop: Any = None) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
         self._optimizers = optimizers
         self._stepped = _parameters(optimizers)
-        self._ordering = self._stepped or _parameters(of_the_loop)
+        self._loop = loop
         self._all: list[nn.Parameter] | None = None
         self.distributed = False
         """Whether any model has parts that reduce over ranks."""
@@ -130,12 +128,17 @@ class RunningSum:
         return list(self._models)
 
     def replicas(self, models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-        """The DDP modules of `models`, each once, in the order of their optimizers."""
+        """The DDP modules of `models`, each once, in an order that all ranks find."""
         if not self.distributed:
             return []
         found = [r() for model in models for r in self._models[model].replicas]
         once = {id(r): r for r in found if r is not None}.values()
-        return in_order(once, self._ordering.values()) if len(once) > 1 else list(once)
+        return in_order(once, self._order()) if len(once) > 1 else list(once)
+
+    def _order(self) -> list[nn.Parameter]:
+        """The parameters as all ranks know them, one that has run no block too."""
+        prepared = [] if self._loop is None or self._stepped else self._loop.models()
+        return [*self._stepped.values(), *(p for m in prepared for p in m.parameters())]
 
     def roots(self, models: Iterable[nn.Module]) -> list[FSDPModule]:
         """The `fully_shard` roots of `models`, each once."""
@@ -151,6 +154,10 @@ class RunningSum:
             every = {id(p): p for m in self._models.values() for p in m.parameters}
             self._all = list({**every, **self._stepped}.values())
         return self._all
+
+    def elements(self) -> float:
+        """How many numbers the sum has, the same on all ranks."""
+        return float(sum(p.numel() for p in self.parameters))
 
     @property
     def stepped_parameters(self) -> list[nn.Parameter]:
