@@ -6,11 +6,13 @@ rank adds two files of its own to the directory. A directory without them still 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accumplug import sharded
 from accumplug.checkpoint.codec import decode, encode
 from accumplug.checkpoint.files import CheckpointError, FileEntry
 from accumplug.checkpoint.strictjson import dump_json, parse_json
@@ -52,7 +54,16 @@ def _models(accum: Accumulator) -> list[Any]:
 def _save(accum: Accumulator, directory: Path, number: int) -> None:
     """Write this rank's window; RuntimeError or TornWindowError where it can't be gone on from."""
     text, tensors = _paths(accum, directory, number)
-    sums = [accum._sum.named(model) for model in _models(accum)] if accum.pending else []
+    models = _models(accum)
+    if accum.updates == 0 and any(sharded.roots(model) for model in models):
+        # accelerate 1.15 asks torch for the state, which takes a step to have one
+        warnings.warn(
+            "before the first update Accelerate can't save a sharded model's optimizer: inside "
+            "of a window its state is missing, which load_state fails on; before the window it "
+            "counts a step that nobody took, in this run as well. Save later, or use Checkpointer",
+            stacklevel=4,
+        )
+    sums = [accum._sum.named(model) for model in models] if accum.pending else []
     encoded = encode({"accum": accum.state_dict(), "sums": sums, "ranks": accum._ranks.size})
     for old in (text, tensors):
         old.unlink(missing_ok=True)
