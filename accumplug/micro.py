@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accumplug import sharded
 from accumplug.close import unscaled
+from accumplug.engine import run_backward
 from accumplug.sync import before_forward, buffers_once, check_reduced, reduce_now, reduce_sums
 from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
@@ -289,14 +290,14 @@ class MicroBatch:
         """Run the backward, adding nothing to the sums of other Accumulators."""
         references = self._accum._foreign().parameters
         if not (references or self.replicas) and self._accum.micro_batches:
-            torch.autograd.backward(roots, grads, retain_graph, create_graph)
+            run_backward(roots, grads, retain_graph, create_graph)
             return
         foreign = [p for r in references if (p := r()) is not None and p.requires_grad]
         stats, versions = self._stats(), self._accum._versions(self)
         for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
             parameter.requires_grad_(False)
         try:
-            torch.autograd.backward(roots, grads, retain_graph, create_graph)
+            run_backward(roots, grads, retain_graph, create_graph)
         finally:
             for parameter in foreign:
                 parameter.requires_grad_(True)
