@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from accumplug import sharded
 from accumplug.sync import Ranks, reduced_parameters, replicas
 
 ENGINE = (
@@ -73,7 +74,7 @@ def _refuse_unreduced(model: nn.Module, ranks: Ranks) -> None:
     ignored = {n for ddp in ddps for n in ddp.parameters_to_ignore}
     bare = [
         n
-        for n, p in model.named_parameters()
+        for n, p in sharded.named_parameters(model).items()
         if p.requires_grad
         and not isinstance(p, DTensor)
         and id(p) not in covered

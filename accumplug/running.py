@@ -102,7 +102,9 @@ class RunningSum:
         """Let the parameters of `model` belong to the sum."""
         ddps = [weakref.ref(r) for r in replicas(model)]
         roots = [weakref.ref(r) for r in sharded.roots(model)]
-        self._models[model] = _Model(list(model.parameters()), _watched(model), ddps, roots)
+        own = list(sharded.named_parameters(model).values())
+        watched = [p for p in _watched(model) if any(p is one for one in own)]
+        self._models[model] = _Model(own, watched, ddps, roots)
         self._all = self._watched = None
         self._wide = False
         self.distributed = self.distributed or bool(ddps or roots)
@@ -111,14 +113,17 @@ class RunningSum:
     def clear_new(self, model: nn.Module) -> None:
         """Forget what other losses have left in parameters that are about to belong to the sum."""
         own = {id(p) for p in self.parameters} | self._restored
-        for parameter in model.parameters():
+        for parameter in sharded.named_parameters(model).values():
             if id(parameter) not in own:
                 parameter.grad = None
 
     def refresh(self) -> None:
         """List the parameters anew: layers and parameter groups may have been added."""
         for model, known in self._models.items():
-            known.parameters = list(model.parameters())
+            if known.roots:
+                known.parameters = list(sharded.named_parameters(model).values())
+            else:
+                known.parameters = list(model.parameters())
         self._stepped = _parameters(self._optimizers)
         self._all = None
 
@@ -166,17 +171,16 @@ class RunningSum:
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
         """The running sums of `model` on this rank, by name without the prefixes of wrappers."""
-        names = {id(p): bare_name(n) for n, p in model.named_parameters()}
-        found = {
-            names[id(p)]: sharded.local(p.grad) for p in model.parameters() if p.grad is not None
-        }
+        parameters = {bare_name(n): p for n, p in sharded.named_parameters(model).items()}
+        found = {n: sharded.local(p.grad) for n, p in parameters.items() if p.grad is not None}
+        names = {id(p): n for n, p in parameters.items()}
         for root in sharded.roots(model):
             found |= sharded.named(root, names)
         return found
 
     def restore(self, model: nn.Module, sums: dict[str, Tensor]) -> None:
         """Make `sums`, as `named` gave them, the running sums of `model`."""
-        parameters = {bare_name(n): p for n, p in model.named_parameters()}
+        parameters = {bare_name(n): p for n, p in sharded.named_parameters(model).items()}
         if unknown := sorted(n for n in sums if n.split("#")[0] not in parameters):
             raise ValueError(
                 f"the saved running sum has {unknown[0]!r}, which the model does not have "

@@ -23,6 +23,21 @@ def roots(model: nn.Module) -> list[FSDPModule]:
     return [root for child in model.children() for root in roots(child)]
 
 
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `model` by name, of `fully_shard` modules always the shards.
+
+    After a forward without a backward (an evaluation) a root goes on holding whole parameters, and
+    `model.parameters()` would give those.
+    """
+    shards = {
+        id(p._unsharded_param): p.sharded_param
+        for root in roots(model)
+        for p in _parameters(root)
+        if hasattr(p, "_unsharded_param")
+    }
+    return {name: shards.get(id(p), p) for name, p in model.named_parameters()}
+
+
 def defer(root: FSDPModule, deferred: bool) -> None:
     """Let the next backward of `root` keep its gradients local, or reduce-scatter all of them."""
     root.set_requires_gradient_sync(not deferred)

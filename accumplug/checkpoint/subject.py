@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accumplug import sharded
 from accumplug.accumulator import Accumulator
 from accumplug.options import inner
 from accumplug.sync import bucket_order, replicas, settle_buckets
@@ -66,7 +67,8 @@ class Subject:
 
     def weights_stamp(self) -> Stamp:
         """Of the parameters. Buffers may change inside of a window, parameters don't."""
-        return tuple(_stamp(p) for model in self.models for p in bare(model).parameters())
+        found = [sharded.named_parameters(bare(model)) for model in self.models]
+        return tuple(_stamp(sharded.local(p)) for each in found for p in each.values())
 
     def load_weights(self, states: Sequence[State]) -> None:
         """Load what `weights` gave."""
@@ -235,7 +237,7 @@ def find_subject(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> Su
             "neither accum nor the Checkpointer knows an optimizer, so its state would not be "
             "saved; give it to the Accumulator, or here: optimizer=optimizer"
         )
-    known = {id(p) for one in models for p in one.parameters()}
+    known = {id(p) for one in models for p in sharded.named_parameters(one).values()}
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) not in known:

@@ -117,6 +117,31 @@ def test_deferring_is_said_once_with_its_bytes(ranks: Ranks) -> None:
         assert not [text for text in said if "deferring" in text]
 
 
+def evaluated(rank: int, sync: str) -> list[Tensor]:
+    """Train with a forward under no_grad, which leaves the root unsharded, before each block."""
+    warnings.simplefilter("ignore")
+    model = shard(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    accum = Accumulator(STEPS, optimizer=optimizer, max_grad_norm=CLIP, sync=sync)
+    for item in accum.batches(items(rank, SIZES[rank])):
+        with torch.no_grad():
+            model(item[0])
+        with accum(model, weight=len(item[0])):
+            accum.backward(loss(model, item))
+    return [p.full_tensor().detach() for p in optimizer.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_an_evaluation_before_and_inside_of_windows_changes_nothing(
+    ranks: Ranks, sync: str
+) -> None:
+    """`model.parameters()` are whole ones after it; the sum has to be scaled once all the same."""
+    expected, _ = textbook(2, CLIP)
+    for got in ranks.run(2, evaluated, sync):
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
 def empty(rank: int) -> tuple[list[float], str]:
     """A micro-batch of weight 0 on rank 1, with a finite loss, then one with NaN."""
     warnings.simplefilter("ignore")
