@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from accumplug.close import total_norm
 from accumplug.noise import NoiseScale
 from accumplug.running import RunningSum
 from accumplug.window import Weight, Window, is_number
@@ -23,20 +24,23 @@ class NoiseProbe:
 
     def first(self, window: Window, weight: Weight) -> None:
         """After the first backward of a window that goes on: the sum is that gradient alone."""
-        if not is_number(weight) or weight > 0:
-            self._small = self._sum.norm() * window.divisor(weight)
+        if not is_number(window.weight) or window.weight > 0:  # else it was left out
+            self._small = self._norm() * window.divisor(weight)
             self._weight = weight
 
     def finished(self) -> None:
         """The gradient is finished, and the loop, not accum, will take its norm."""
         if self._small is not None:
-            self._large = self._sum.norm()
+            self._large = self._norm()
 
     def values(self, scale: Any) -> list[Any]:
         """What is to be summed over the ranks: squared norm, 1 / weight, ranks that have them."""
         if self._small is None:
             return [0.0, 0.0, 0.0]
-        return [(self._small / (1.0 if scale is None else scale)) ** 2, 1.0 / self._weight, 1.0]
+        scale = 1.0 if scale is None else scale
+        if self._large is not None:
+            self._large = self._large / scale
+        return [(self._small / scale) ** 2, 1.0 / self._weight, 1.0]
 
     def tell(self, norm: Any, total: Weight, values: Any) -> None:
         """The window became an update of gradient norm `norm`: take it in. Waits for the device."""
@@ -48,3 +52,9 @@ class NoiseProbe:
     def forget(self) -> None:
         """The window is over."""
         self._small = self._large = None
+
+    def _norm(self) -> Tensor:
+        """The norm of what will be stepped on: accum's optimizers may have a part of the models."""
+        if (stepped := self._sum.stepped_parameters) and not self._sum.roots(self._sum.models):
+            return total_norm(stepped)
+        return self._sum.norm()

@@ -196,3 +196,80 @@ def test_an_accumulator_feeds_it_the_two_norms_of_each_window(weights):
     assert ours.windows == 5
     assert ours.trace == pytest.approx(theirs.trace, rel=1e-9)
     assert ours.gradient_sq == pytest.approx(theirs.gradient_sq, rel=1e-9)
+
+
+class Heard(NoiseScale):
+    """A noise scale that keeps what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.windows = []
+
+    def update(self, *numbers):
+        self.windows.append(numbers)
+        return super().update(*numbers)
+
+
+def squared(loss, parameters):
+    return sum(float(g.square().sum()) for g in torch.autograd.grad(loss, parameters))
+
+
+def hear(sizes, *, stepped=slice(None), loss_of=None, loop_steps=False, scaler=None, **options):
+    """Run one window; give what its noise scale was told, the model, and the micro-batches."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(list(model.parameters())[stepped], lr=0.0)
+    optimizers = {} if loop_steps else {"optimizer": optimizer}
+    accum = Accumulator(len(sizes), scaler=scaler, **optimizers, **options)
+    accum.noise_scale = Heard()
+    pieces = torch.randn(sum(sizes), 6, dtype=torch.float64).split(sizes)
+    for number, piece in enumerate(pieces):
+        with accum(model, weight=len(piece)) as micro:
+            loss = model(piece).square().mean()
+            accum.backward(loss if loss_of is None else loss_of(number, loss))
+            if loop_steps and micro.closes:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    return accum.noise_scale.windows, model, pieces
+
+
+def norms(parameters, model, small, large):
+    """What should have been told: plain gradients of the mean loss over `small` and `large`."""
+    parameters = list(parameters)
+    return [
+        squared(model(small).square().mean(), parameters),
+        squared(model(large).square().mean(), parameters),
+        len(small),
+        len(large),
+    ]
+
+
+def test_both_norms_are_of_what_the_optimizer_steps():
+    """A model of which only the last layer is trained, though all of it has gradients."""
+    windows, model, pieces = hear((2, 3, 4), stepped=slice(2, 4))
+    assert windows == [
+        pytest.approx(norms(model[1].parameters(), model, pieces[0], torch.cat(pieces)))
+    ]
+
+
+@pytest.mark.parametrize("loop_steps", [True, False])
+def test_a_scaler_leaves_both_norms_as_they_are(loop_steps):
+    """Both come without the scale, whoever takes the step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    windows, model, pieces = hear((2, 3, 4), loop_steps=loop_steps, scaler=scaler)
+    assert windows == [
+        pytest.approx(norms(model.parameters(), model, pieces[0], torch.cat(pieces)))
+    ]
+
+
+def test_a_first_micro_batch_that_was_left_out_says_nothing():
+    """Its norm is not 0 but not known: the window is not used, and the next one is."""
+    nan = lambda number, loss: loss * math.nan if number == 0 else loss  # noqa: E731
+    windows, _, _ = hear((2, 3, 4), loss_of=nan, nonfinite="skip_micro_batch")
+    assert windows == []
+    windows, model, pieces = hear((2, 3, 4), nonfinite="skip_micro_batch")
+    assert windows == [
+        pytest.approx(norms(model.parameters(), model, pieces[0], torch.cat(pieces)))
+    ]
