@@ -237,9 +237,7 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
     if (plan := feed.plan) is None:
         return
     feed.last = not window and not feed.in_step
-    if not window:
-        plan.left = 0
-    before = accum.micro_batches
+    before, first = accum.micro_batches, accum.pending
     for item in window:
         _pause_before_block(accum, feed)
         plan.left -= 1
@@ -247,8 +245,9 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
         if plan.discarded:
             accum.position += plan.left
             break
-    for _ in range(len(window), max(len(plan.weights), 1)):
+    for _ in range(first + len(window), max(len(plan.weights), 1)):
         _pause(accum, Meeting.SHORT)
+        plan.left = 0
         accum._join()
     ran = accum.micro_batches - before
     if accum.pending or (ran != len(window) and not plan.discarded):
