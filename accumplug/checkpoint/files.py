@@ -1,29 +1,33 @@
 """One file at a time, written so that later damage shows, read so that it shows before use.
 
-A file's checksum is the CRC-32 of each of its blocks of 4 MiB. CRC-32 finds every flipped bit
-and every burst of up to 32 bits in a block; a changed length is found by the size. It is no
-defence against intent, and no digest in the same directory would be: whoever can change a file
-can change the manifest beside it. What it is here for is speed. zlib's CRC-32 ran at 4.2 GB/s
-where SHA-256 (with the CPU's SHA instructions) did 1.8 and BLAKE2b 0.6, and blocks can be
-checked by several threads while they are read, so a verified read costs no more than a plain
-one. zlib and the reads and writes release the GIL, so a background write doesn't hold up a loop.
+A file has a checksum for each of its blocks of 4 MiB. The 64-bit words of a block are laid out as
+a table with 512 words in a row, which is one page; the checksum is the CRC-32 of the sums (modulo
+2**64) of all its columns, of all its rows, and of the bytes that fill no row. It finds all damage
+but such that leaves every sum as it was, which takes four words at least. It is no defence against
+intent, and no digest in the same directory would be: whoever can change a file can change the
+manifest beside it. What it is here for is speed, as a resume has to check every byte before it
+uses one: NumPy summed at 15 GB/s both ways together where zlib's CRC-32 did 4.2, SHA-256 1.8 and
+BLAKE2b 0.6. NumPy, reads and writes release the GIL, so that several threads can check while they
+read, and a background write doesn't hold up a loop.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 BLOCK = 4 << 20
-IOV_MAX = 1024  # what one preadv takes on Linux
+ROW = 4096
 THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -36,31 +40,53 @@ class FileEntry:
     """What the manifest knows of one file: its `size` in bytes, and 8 hex digits a block."""
 
     size: int
-    crc32: str
+    sums: str
+
+
+def checksum(block: memoryview) -> str:
+    """8 hex digits for at most 4 MiB; see above."""
+    end = len(block) // ROW * ROW
+    table = np.frombuffer(block[:end], "<u8").reshape(-1, ROW // 8)
+    crc = zlib.crc32(np.add.reduce(table, 0))
+    crc = zlib.crc32(np.add.reduce(table, 1), crc)
+    return f"{zlib.crc32(block[end:], crc):08x}"
 
 
 def write_file(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
     """Writes the bytes of `pieces` to the new file `path` and waits until the disk has them."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        size, crc, sums = 0, 0, []
-        for piece in pieces:
-            start = 0
-            while start < len(piece):
-                part = piece[start : start + BLOCK - size % BLOCK]
-                crc = zlib.crc32(part, crc)
-                _write_all(file, part)
-                start += len(part)
-                size += len(part)
-                if size % BLOCK == 0:
-                    sums.append(crc)
-                    crc = 0
-        if size % BLOCK:
-            sums.append(crc)
+        size, sums = 0, []
+        for block in _blocks(pieces):
+            sums.append(checksum(block))
+            _write_all(file, block)
+            size += len(block)
         os.fsync(file)
     finally:
         os.close(file)
-    return FileEntry(size, "".join(f"{crc:08x}" for crc in sums))
+    return FileEntry(size, "".join(sums))
+
+
+def _blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The bytes of `pieces` in blocks of 4 MiB; each is good until the next one is asked for."""
+    room = memoryview(bytearray(BLOCK))
+    filled = 0
+    for piece in pieces:
+        while piece:
+            part = piece[: BLOCK - filled]
+            piece = piece[len(part) :]
+            if len(part) == BLOCK:
+                yield part
+                continue
+            np.copyto(
+                np.frombuffer(room[filled : filled + len(part)], "u1"), np.frombuffer(part, "u1")
+            )
+            filled += len(part)
+            if filled == BLOCK:
+                yield room
+                filled = 0
+    if filled:
+        yield room[:filled]
 
 
 def _write_all(file: int, part: memoryview) -> None:
@@ -110,19 +136,26 @@ def check_size(path: Path, file: int, entry: FileEntry) -> None:
         raise CheckpointError(f"{path}: {size} bytes, but the manifest says {entry.size}")
 
 
-def read_into(path: Path, entry: FileEntry, pieces: Sequence[memoryview]) -> None:
-    """Fills `pieces`, which together are as long as the file, and checks every block.
+def read_file(path: Path, entry: FileEntry, *, mapped: bool = False) -> memoryview:
+    """The content of a file, every byte checked.
 
-    The blocks are read by several threads straight into the memory given.
+    It is in memory of its own, or `mapped` from the file: what is written to it stays in memory.
+    Where a file can't be mapped (as on some network file systems) it is read.
     """
     with opened(path) as file:
         check_size(path, file, entry)
+        memory = _map(file, entry.size) if mapped else None
+        reads = memory is None
+        memory = memory or memoryview(_allocate(path, entry.size))
 
-        def fill(block: int, views: list[memoryview]) -> None:
-            _fill(path, file, views, block * BLOCK)
-            _compare(path, entry, block, views)
+        def fill(start: int) -> None:
+            block = memory[start : start + BLOCK]
+            if reads:
+                _fill(path, file, block, start)
+            _compare(path, entry, start, block)
 
-        _each(fill, _blocks(pieces), entry.size)
+        _each(fill, entry.size)
+    return memory
 
 
 def verify_file(path: Path, entry: FileEntry) -> None:
@@ -130,68 +163,56 @@ def verify_file(path: Path, entry: FileEntry) -> None:
     with opened(path) as file:
         check_size(path, file, entry)
 
-        def check(block: int, size: int) -> None:
-            data = os.pread(file, size, block * BLOCK)
-            _compare(path, entry, block, [memoryview(data)])
+        def check(start: int) -> None:
+            data = os.pread(file, min(BLOCK, entry.size - start), start)
+            _compare(path, entry, start, memoryview(data))
 
-        starts = range(0, entry.size, BLOCK)
-        sizes = (min(BLOCK, entry.size - start) for start in starts)
-        _each(check, enumerate(sizes), entry.size)
+        _each(check, entry.size)
 
 
-def verify_bytes(path: Path, entry: FileEntry, data: memoryview) -> None:
-    """Refuses the content of a file, already in memory, if a byte has changed."""
-
-    def check(block: int, views: list[memoryview]) -> None:
-        _compare(path, entry, block, views)
-
-    _each(check, _blocks([data]), entry.size)
+def _map(file: int, size: int) -> memoryview | None:
+    try:
+        return memoryview(mmap.mmap(file, size, mmap.MAP_PRIVATE))
+    except (OSError, ValueError):
+        return None
 
 
-def _each(work: Callable[[int, Any], None], blocks: Iterable[tuple[int, Any]], size: int) -> None:
+def _allocate(path: Path, size: int) -> mmap.mmap | bytearray:
+    """Memory in large pages, if it is much: half the time of reading goes into small ones."""
     if size <= BLOCK:
-        for block in blocks:
-            work(*block)
+        return bytearray(size)
+    try:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CheckpointError(f"{path}: no memory for {size} bytes ({error.strerror})") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _each(work: Callable[[int], None], size: int) -> None:
+    """Call `work` with the start of each block, in several threads."""
+    starts = range(0, size, BLOCK)
+    if len(starts) <= 1:
+        for start in starts:
+            work(start)
         return
     with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(lambda block: work(*block), blocks):
+        for _ in pool.map(work, starts):
             pass  # the first failure is raised here
 
 
-def _blocks(pieces: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    block, room = 0, BLOCK
-    views: list[memoryview] = []
-    for piece in pieces:
-        while piece:
-            views.append(piece[:room])
-            piece = piece[len(views[-1]) :]
-            room -= len(views[-1])
-            if not room:
-                yield block, views
-                block, room, views = block + 1, BLOCK, []
-    if views:
-        yield block, views
-
-
-def _fill(path: Path, file: int, views: list[memoryview], offset: int) -> None:
-    todo = list(reversed(views))
-    while todo:
-        got = os.preadv(file, todo[: -IOV_MAX - 1 : -1], offset)
+def _fill(path: Path, file: int, block: memoryview, offset: int) -> None:
+    while block:
+        got = os.preadv(file, [block], offset)
         if not got:
             raise CheckpointError(f"{path}: ends at byte {offset} while it is being read")
-        offset += got
-        while todo and got >= len(todo[-1]):
-            got -= len(todo.pop())
-        if got:
-            todo[-1] = todo[-1][got:]
+        block, offset = block[got:], offset + got
 
 
-def _compare(path: Path, entry: FileEntry, block: int, views: Iterable[memoryview]) -> None:
-    crc = 0
-    for view in views:
-        crc = zlib.crc32(view, crc)
-    if f"{crc:08x}" != entry.crc32[8 * block : 8 * block + 8]:
+def _compare(path: Path, entry: FileEntry, start: int, block: memoryview) -> None:
+    digits = start // BLOCK * 8
+    if checksum(block) != entry.sums[digits : digits + 8]:
         raise CheckpointError(
-            f"{path}: damaged between byte {block * BLOCK} and {(block + 1) * BLOCK} "
-            "(checksum differs)"
+            f"{path}: damaged between byte {start} and {start + BLOCK} (checksum differs)"
         )

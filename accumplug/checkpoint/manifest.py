@@ -95,8 +95,8 @@ def _check_file(name: str, entry: FileEntry) -> None:
     if not FILE.fullmatch(name) or name.casefold() == MANIFEST:
         raise ValueError(f"{name!r:.200} can't be a file of a checkpoint")
     blocks = -(-entry.size // BLOCK) if _is_count(entry.size) else -1
-    if type(entry.crc32) is not str or len(entry.crc32) != 8 * blocks:
-        raise ValueError(f"{name} has size {entry.size!r:.40}, crc32 {entry.crc32!r:.40}")
+    if type(entry.sums) is not str or len(entry.sums) != 8 * blocks:
+        raise ValueError(f"{name} has size {entry.size!r:.40}, sums {entry.sums!r:.40}")
 
 
 def check_position(position: Any) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .files import CheckpointError, FileEntry, read_into
+from .files import CheckpointError, FileEntry, read_file
 
 MAX_JSON = 100_000_000  # bytes; also the limit that safetensors sets for its header
 
@@ -41,6 +41,4 @@ def read_json(path: Path, entry: FileEntry) -> Any:
     """The value in a file, every byte of it checked."""
     if entry.size > MAX_JSON:
         raise CheckpointError(f"{path}: {entry.size} bytes of JSON, more than {MAX_JSON}")
-    data = bytearray(entry.size)
-    read_into(path, entry, [memoryview(data)])
-    return parse_json(bytes(data), path)
+    return parse_json(bytes(read_file(path, entry)), path)

@@ -11,7 +11,6 @@ Format: https://huggingface.co/docs/safetensors#format
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,15 +18,7 @@ from typing import Any
 
 import torch
 
-from .files import (
-    CheckpointError,
-    FileEntry,
-    check_size,
-    opened,
-    read_into,
-    verify_bytes,
-    write_file,
-)
+from .files import CheckpointError, FileEntry, check_size, opened, read_file, write_file
 from .strictjson import MAX_JSON, dump_json, parse_json
 
 DTYPES = {
@@ -90,7 +81,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def read_tensors(path: Path, entry: FileEntry, *, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a file, each in memory of its own, every byte checked before it is used.
+    """The tensors of a file, every byte checked before it is used. They share one memory.
 
     `mapped=True` leaves them in a private mapping of the file, which is checked and not copied:
     several times quicker. A page is copied when it is first written to. The disk keeps the file,
@@ -105,31 +96,18 @@ def read_tensors(path: Path, entry: FileEntry, *, mapped: bool = False) -> dict[
                 f"the file has {entry.size}"
             )
         header = parse_json(os.pread(file, size, 8), path)
-        start = 8 + size
-        layout = _layout(header, entry.size - start, path)
-        if mapped and (memory := _map(file, entry.size)):
-            verify_bytes(path, entry, memoryview(memory))
-            return _views(path, memory, start, layout)
-    tensors = {name: _empty(path, name, *item) for name, item in layout.items()}
-    read_into(path, entry, [memoryview(bytearray(start)), *map(raw, tensors.values())])
-    return tensors
-
-
-def _map(file: int, size: int) -> mmap.mmap | None:
-    try:
-        return mmap.mmap(file, size, mmap.MAP_PRIVATE)  # what is written to it stays in memory
-    except OSError:
-        return None  # some network file systems can't; the bytes are read instead
+    layout = _layout(header, entry.size - 8 - size, path)
+    return _views(path, read_file(path, entry, mapped=mapped), 8 + size, layout)
 
 
 def _views(
-    path: Path, memory: mmap.mmap, start: int, layout: dict[str, tuple[torch.dtype, list[int]]]
+    path: Path, memory: memoryview, start: int, layout: dict[str, tuple[torch.dtype, list[int]]]
 ) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, (dtype, shape) in layout.items():
         if count := math.prod(shape):
             tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
-            tensors[name] = tensor if start % ALIGN == 0 else tensor.clone()
+            tensors[name] = tensor if tensor.data_ptr() % ALIGN == 0 else tensor.clone()
             start += count * dtype.itemsize
         else:
             tensors[name] = _empty(path, name, dtype, shape)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from accumplug.checkpoint.background import Writer
 from accumplug.checkpoint.codec import encode
-from accumplug.checkpoint.files import CheckpointError
+from accumplug.checkpoint.files import CheckpointError, checksum
 from accumplug.checkpoint.format import (
     list_checkpoints,
     newest,
@@ -158,12 +158,12 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path, name):
     data = b"{}"
     (tmp_path / "outside.json").write_bytes(data)
     path = save(tmp_path / "run", 1)
-    forge(path, files={name: {"size": 2, "crc32": f"{zlib.crc32(data):08x}"}})
+    forge(path, files={name: {"size": 2, "sums": checksum(memoryview(data))}})
     with pytest.raises(CheckpointError, match=r"manifest\.json: .*can't be a file"):
         verify(path)
 
 
-ENTRY = {"size": 2, "crc32": "00000000"}
+ENTRY = {"size": 2, "sums": "00000000"}
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ ENTRY = {"size": 2, "crc32": "00000000"}
         {"files": {"a.json": ENTRY | {"size": -2}}},
         {"files": {"a.json": ENTRY | {"size": 2**70}}},
         {"files": {"a.json": ENTRY | {"size": 5_000_000}}},
-        {"files": {"a.json": ENTRY | {"crc32": 0}}},
-        {"files": {"a.json": ENTRY | {"crc32": ""}}},
+        {"files": {"a.json": ENTRY | {"sums": 0}}},
+        {"files": {"a.json": ENTRY | {"sums": ""}}},
         {"files": {"A.json": ENTRY, "a.json": ENTRY}},
     ],
     ids=str,
@@ -262,7 +262,7 @@ def test_a_pickle_under_a_safetensors_name_is_not_opened(two, monkeypatch):
     data = pickle.dumps({"weight": [1.0]})
     (newer / "model.safetensors").write_bytes(data)
     files = json.loads((newer / "manifest.json").read_bytes())["files"]
-    files["model.safetensors"] = {"size": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+    files["model.safetensors"] = {"size": len(data), "sums": checksum(memoryview(data))}
     forge(newer, files=files)
     assert verify(newer)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a safetensors file"):
