@@ -129,17 +129,31 @@ class Case:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
-    def reset(self, random_state: bool = True) -> None:
+    def reset(self, random_state: bool = True, buffers: bool = True) -> None:
         """Put the buffers, and the random state, back to what they were at the start."""
         with torch.no_grad():
-            for module, name, buffer, value in self._buffers:
+            for module, name, buffer, value in self._buffers if buffers else ():
                 buffer.copy_(value)
                 module._buffers[name] = buffer
         if random_state:
             _set_random_state(self._random)
 
+    def moved_buffers(self) -> list[str]:
+        """Name the buffers that are not what they were at the start."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return [
+            f"{names[module]}.{name}".removeprefix(".")
+            for module, name, _, value in self._buffers
+            if not torch.equal(module._buffers[name], value)  # type: ignore[arg-type]
+        ]
+
     def whole(
-        self, batch: Any = None, *, loss: str | None = None, same_numbers: bool = True
+        self,
+        batch: Any = None,
+        *,
+        loss: str | None = None,
+        same_numbers: bool = True,
+        same_buffers: bool = True,
     ) -> Gradients:
         """Give the gradient of one plain backward over the batch.
 
@@ -147,8 +161,9 @@ class Case:
             batch: another batch than the case's.
             loss: only this one of the losses.
             same_numbers: draw the same random numbers as every other run.
+            same_buffers: start from the same buffers, not from those that the last run left.
         """
-        self.reset(random_state=same_numbers)
+        self.reset(random_state=same_numbers, buffers=same_buffers)
         batch = self.batch if batch is None else batch
         value = self.loss(batch, loss)
         value = value / self.items(batch) if self.reduction == "sum" else value

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,27 +32,46 @@ def call_loss(loss_fn: Losses, model: nn.Module, batch: Any) -> Tensor:
     the batch has to be a pair. Several losses by name are summed.
 
     Raises:
-        ValueError: it is not a 0-dim tensor, or has no gradient to give.
+        ValueError: it is not a 0-dim tensor, or has no gradient to give; or `loss_fn` can't be
+            called so.
     """
     if isinstance(loss_fn, Mapping):
+        if not loss_fn:
+            raise ValueError("losses by name: give at least one loss")
         first, *others = (call_loss(one, model, batch) for one in loss_fn.values())
         return sum(others, first)
-    if (
-        isinstance(loss_fn, nn.Module)
-        or getattr(loss_fn, "__module__", "") == "torch.nn.functional"
-    ):
-        inputs, targets = batch
-        value: Tensor = loss_fn(model(inputs), targets)
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn is a function or a criterion of torch, got {loss_fn!r}")
+    value: Any
+    if _is_criterion(loss_fn):
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise ValueError(
+                "a criterion of torch needs a batch that is a pair (inputs, targets), got a "
+                f"{type(batch).__name__}; write loss_fn(model, batch) for any other"
+            )
+        value = loss_fn(model(batch[0]), batch[1])
     else:
         value = loss_fn(model, batch)
     if not isinstance(value, Tensor) or value.dim() != 0:
-        got = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        )
-        raise ValueError(f"the loss must be a 0-dim tensor, got {got}")
+        raise ValueError(f"the loss must be a 0-dim tensor, got {_described(value)}")
     if not value.requires_grad:
         raise ValueError("the loss reached no parameter: it has no gradient to give")
     return value
+
+
+def _is_criterion(loss_fn: Any) -> bool:
+    """Whether it is called on outputs and targets: a module, or one of torch.nn.functional."""
+    inner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    of_torch = getattr(inner, "__module__", "") == "torch.nn.functional"
+    return isinstance(loss_fn, nn.Module) or of_torch
+
+
+def _described(value: Any) -> str:
+    """What a loss function gave in place of a loss, in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    inside = "; return its .loss" if isinstance(getattr(value, "loss", None), Tensor) else ""
+    return f"a {type(value).__name__}{inside}"
 
 
 @dataclass

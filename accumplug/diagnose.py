@@ -11,19 +11,28 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from accumplug.comparison import Case, Gradients, compare, dense, dot, fit
 from accumplug.coupling import coupling, lowest_precision, names, quiet
-from accumplug.pieces import cut, items_in
+from accumplug.pieces import cut
 
-__all__ = ["notes", "reasons"]
+__all__ = ["notes", "reasons", "sizes"]
 
 Split = tuple[int, ...]
 
 
-def notes(reference: Gradients) -> list[str]:
-    """Say what is worth knowing even if the check passed."""
-    unused = [name for name, gradient in reference.items() if gradient is None]
-    if not unused:
-        return []
-    return [f"left without a gradient by this batch: {names(unused)}"]
+def notes(case: Case, reference: Gradients, passed_within: float | None) -> list[str]:
+    """Say what is worth knowing even if the check passed (within that bound)."""
+    found = []
+    if unused := [name for name, gradient in reference.items() if gradient is None]:
+        found.append(f"left without a gradient by this batch: {names(unused)}")
+    if passed_within is None:
+        return found
+    if not dot(reference, reference):
+        found.append("the large batch's gradient is 0, so nothing was compared")
+    elif _apart(reference, case.whole(same_numbers=False)) > passed_within:
+        found.append(
+            f"{_drawn(case)}: here, micro-batches happened to draw what the large batch draws; "
+            "on another device, or in another split, they need not"
+        )
+    return found
 
 
 def reasons(
@@ -41,12 +50,17 @@ def reasons(
         return [*found, f"not more than the rounding of {dtype} ({eps:.0e}): {_FINER}"]
     if factor := _factor(case, reference, runs, tolerance):
         return [*found, factor]
-    drawn = _random_numbers(case, reference, runs, tolerance)
-    found += drawn
-    with quiet(case.model, _BatchNorm) if drawn else nullcontext():
+    moving, stops = _moving(case, reference, runs, tolerance)
+    found += moving
+    if not stops:
+        return found
+    with quiet(case.model, _BatchNorm) if moving else nullcontext():
         found += coupling(case, tolerance)
-    if not found:
-        found += _own_loop(case, runs) if case.loop is not None else _weights(case, tolerance)
+    if not found and case.loop is not None:
+        found = _own_loop(case, runs)
+    elif not found:
+        wrong = [split for split, run in runs.items() if _apart(reference, run) > tolerance]
+        found = _weights(case, min(wrong, key=len), tolerance)
     return found or [f"the cause was not recognised; {_FINER}"]
 
 
@@ -99,50 +113,79 @@ def _factor(
                 'Either it is a sum over its items (say so: reduction="sum"), or it divides by '
                 "the whole batch or the number of micro-batches itself (let it not)"
             )
-        if math.isclose(factor, k, rel_tol=1e-2) and case.reduction == "sum":
-            return f"{said}: the loss is a mean over its items already, not a sum"
         if math.isclose(factor, k, rel_tol=1e-2):
-            return f"{said}: nothing divides by the number of micro-batches"
+            if case.loop is not None:
+                return f"{said}: nothing divides by the number of micro-batches"
+            if case.reduction == "sum":
+                return f"{said}: the loss is a mean over its items already, not a sum"
+            return (
+                f"{said}: the loss is divided by the number of its items once too often, as a "
+                "mean is that is divided again"
+            )
         return f"{said}: a constant factor is applied once too often, or is missing"
     return None
 
 
-def _random_numbers(
+def _moving(
     case: Case, reference: Gradients, runs: Mapping[Split, Gradients], tolerance: float
-) -> list[str]:
-    """Find out whether the forward pass draws random numbers, by running it twice."""
-    if compare(reference, case.whole()).overall.relative > tolerance:
-        return ["two runs from the same random state differ: the model is not deterministic"]
-    if compare(reference, case.whole(same_numbers=False)).overall.relative <= tolerance:
-        return []
+) -> tuple[list[str], bool]:
+    """Find what moves between two forward passes, by running again; say if eval mode stops it."""
+    if _apart(reference, case.whole()) > tolerance:
+        return [
+            "two runs from the same random state differ: the model or the loss keeps something "
+            "from run to run that is neither parameter nor buffer, or is not deterministic"
+        ], False
+    found = []
+    if _apart(reference, case.whole(same_numbers=False)) > tolerance:
+        found.append(f"{_drawn(case)}: micro-batches draw other numbers than the large batch does")
+    case.whole()
+    moved = case.moved_buffers()
+    if moved and _apart(reference, case.whole(same_buffers=False)) > tolerance:
+        found.append(
+            f"each forward changes buffers that the next one reads ({names(moved)}), so "
+            "micro-batches see others than the large batch does"
+        )
+    if not found:
+        return [], True
+    with quiet(case.model, _BatchNorm):
+        whole = case.whole()
+        again = [case.whole(same_buffers=False), case.whole(same_numbers=False)]
+        left = max(_apart(whole, case.split(split)) for split in runs)
+    if max(_apart(whole, run) for run in again) > tolerance:
+        found[-1] += "; eval mode does not stop it, so nothing more can be told"
+        return found, False
+    found[-1] += f"; with it off (eval mode) the relative difference is {left:.1e}"
+    if left <= tolerance:
+        found[-1] += ", so all the rest is right"
+    return found, True
+
+
+def _apart(one: Gradients, other: Gradients) -> float:
+    return compare(one, other).overall.relative
+
+
+def _drawn(case: Case) -> str:
+    """Name what draws random numbers."""
     layers = [
         name or type(module).__name__
         for name, module in case.model.named_modules()
         if isinstance(module, _DropoutNd) and module.training and module.p > 0
     ]
-    drawn = f"dropout without a fixed seed in {names(layers)}" if layers else "random numbers"
-    with quiet(case.model, _BatchNorm):
-        whole = case.whole()
-        left = max(compare(whole, case.split(s)).overall.relative for s in runs)
-    rest = f"with it off (eval mode) the relative difference is {left:.1e}"
-    if left <= tolerance:
-        rest += ", so all the rest is right"
-    return [f"{drawn}: micro-batches draw other numbers than the large batch does; {rest}"]
+    return f"dropout without a fixed seed in {names(layers)}" if layers else "random numbers"
 
 
-def _weights(case: Case, tolerance: float) -> list[str]:
-    """Find out which weights the micro-batches would have needed, from the two halves."""
-    items = items_in(case.batch)
-    halves = cut(case.batch, (items // 2, items - items // 2)) if items > 1 else []
-    given = [case.items(half) for half in halves]
+def _weights(case: Case, split: Split, tolerance: float) -> list[str]:
+    """Find out which weights the micro-batches of `split` would have needed."""
+    pieces = cut(case.batch, split)
+    given = [case.items(piece) for piece in pieces]
     found = []
-    for name in case.losses if halves else ():
-        _, needed = fit(case.whole(loss=name), [case.whole(half, loss=name) for half in halves])
+    for name in case.losses:
+        _, needed = fit(case.whole(loss=name), [case.whole(piece, loss=name) for piece in pieces])
         shares = [weight / sum(given) for weight in given]
         gaps = [abs(n - share) for n, share in zip(needed, shares, strict=True)]
         if case.reduction == "sum" or max(gaps) <= tolerance:
             continue
-        counts = f"its halves count as {_shares(needed)}"
+        counts = f"its micro-batches ({sizes(split)}) count as {_shares(needed)}"
         if all(math.isclose(n, 1, abs_tol=tolerance) for n in needed):
             found.append(f'{name} is a sum over its items, not a mean: say reduction="sum"')
         elif not math.isclose(sum(needed), 1, abs_tol=tolerance):
@@ -177,3 +220,11 @@ def _own_loop(case: Case, runs: Mapping[Split, Gradients]) -> list[str]:
 
 def _shares(numbers: Sequence[float]) -> str:
     return " : ".join(f"{number:.3g}" for number in numbers)
+
+
+def sizes(split: Split) -> str:
+    """Say how a batch was split, in few characters."""
+    if len(set(split)) == 1:
+        return f"{len(split)} x {split[0]}"
+    text = " + ".join(map(str, split))
+    return text if len(text) <= 32 else f"{text[:29]}..."

@@ -54,10 +54,12 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cut the batch into consecutive micro-batches of `sizes` items.
 
     Raises:
-        ValueError: the sizes don't add up to the items there are.
+        ValueError: a size is below 1, or they don't add up to the items there are.
     """
     items = items_in(batch)
-    if min(sizes, default=0) < 1 or sum(sizes) != items:
+    if min(sizes, default=1) < 1:
+        raise ValueError(f"the sizes {tuple(sizes)}: every micro-batch needs at least 1 item")
+    if sum(sizes) != items:
         raise ValueError(f"the sizes {tuple(sizes)} do not add up to the batch's {items} items")
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [take(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]

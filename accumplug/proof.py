@@ -66,7 +66,7 @@ class EquivalenceResult:
             f"  {'micro-batches':<34}{head}",
         ]
         for split, gap in self.splits.items():
-            lines.append(f"  {_sizes(split):<34}{gap.max_abs:>20.1e}{gap.relative:>12.1e}")
+            lines.append(f"  {diagnose.sizes(split):<34}{gap.max_abs:>20.1e}{gap.relative:>12.1e}")
         lines += [
             "",
             f"  {'parameter (largest first)':<34}{'largest difference':>20}{'relative':>12}",
@@ -120,11 +120,14 @@ def equivalence_check(
             the list of micro-batches, it leaves the gradient in `.grad`.
 
     Raises:
-        ValueError: the batch can't be cut so, or the loss is not one number.
+        ValueError: the batch can't be cut so, the loss is not one number or reaches no parameter,
+            or `bound` is not a number of at least 0.
         RuntimeError: there are several ranks; the check is for a single process.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise RuntimeError("equivalence_check is for a single process; run it without torchrun")
+    if not bound >= 0:
+        raise ValueError(f"bound must be a number of at least 0, got {bound!r}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"the loss": loss_fn}
@@ -144,6 +147,7 @@ def equivalence_check(
         gap = _worst([one.overall for one in found.values()])
         passed = gap.max_abs <= bound * max(1.0, largest) and gap.relative <= bound
         reasons = [] if passed else diagnose.reasons(case, reference, runs, bound)
+        notes = diagnose.notes(case, reference, bound if passed else None)
     return EquivalenceResult(
         passed=passed,
         max_abs_diff=gap.max_abs,
@@ -155,7 +159,7 @@ def equivalence_check(
         splits={split: one.overall for split, one in found.items()},
         parameters={n: _worst([o.parameters[n] for o in found.values()]) for n in reference},
         reasons=tuple(reasons),
-        notes=tuple(diagnose.notes(reference)),
+        notes=tuple(notes),
     )
 
 
@@ -182,13 +186,6 @@ def _worst(differences: Sequence[Difference]) -> Difference:
         max(difference.max_abs for difference in differences),
         max(difference.relative for difference in differences),
     )
-
-
-def _sizes(split: Split) -> str:
-    if len(set(split)) == 1:
-        return f"{len(split)} x {split[0]}"
-    text = " + ".join(map(str, split))
-    return text if len(text) <= 32 else f"{text[:29]}..."
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,5 +1,6 @@
 """What the check promises: it passes where plain torch agrees, and says why where it can't."""
 
+import functools
 import random
 from typing import NamedTuple
 
@@ -88,6 +89,7 @@ class Pair(NamedTuple):
     [
         (data(), lambda model, b: F.cross_entropy(model(b[0]), b[1])),
         ([*data()], F.cross_entropy),
+        (data(), functools.partial(F.cross_entropy, label_smoothing=0.1)),
         (Pair(*data()), lambda model, b: F.cross_entropy(model(b.inputs), b.targets)),
         (data()[0], lambda model, b: model(b).square().mean()),
         (
@@ -101,7 +103,7 @@ class Pair(NamedTuple):
             ),
         ),
     ],
-    ids=["tuple", "list", "namedtuple", "tensor", "nested dict", "strings"],
+    ids=["tuple", "list", "partial", "namedtuple", "tensor", "nested dict", "strings"],
 )
 def test_batches_of_any_shape_are_cut(batch, loss):
     """Tensors alone and nested, scalars and strings beside them."""
@@ -125,8 +127,27 @@ def test_a_token_mean_passes_with_token_weights_and_without_says_which_it_needs(
     """The halves hold 1 and 6 targets: weights 0.143 : 0.857, and rows would say 0.5 : 0.5."""
     assert equivalence_check(classifier(), token_batch(), CRITERION, items=tokens).passed
     text = reason(equivalence_check(classifier(), token_batch(), CRITERION, splits=[(6, 6)]))
-    assert "count as 0.143 : 0.857, the weights given are 0.5 : 0.5" in text
+    assert (
+        "its micro-batches (2 x 6) count as 0.143 : 0.857, the weights given are 0.5 : 0.5" in text
+    )
     assert "items=" in text
+
+
+def test_weights_are_found_in_the_split_that_failed():
+    """2, 4 and 6 rows hold 1, 2 and 3 targets, and agree; 5 and 7 hold 2 and 4."""
+    inputs, targets = data()
+    targets[::2] = -100
+    splits = [(6, 6), (2, 4, 6), (5, 7)]
+    text = reason(equivalence_check(classifier(), (inputs, targets), CRITERION, splits=splits))
+    assert "its micro-batches (5 + 7) count as 0.333 : 0.667, the weights given are 0.417" in text
+
+
+def test_a_gradient_of_zero_is_said_to_compare_nothing():
+    """It passes, as 0 = 0, and says so."""
+    model = classifier()
+    result = equivalence_check(model, data(), lambda m, b: 0 * CRITERION(m(b[0]), b[1]))
+    assert result.passed
+    assert "note: the large batch's gradient is 0, so nothing was compared" in str(result)
 
 
 def test_terms_with_different_denominators_are_told_apart():
@@ -206,8 +227,16 @@ def test_dropout_is_named_and_the_rest_is_judged_without_it():
 
 
 def test_masks_that_happen_to_be_the_same_are_no_obstacle():
-    """One dropout layer on the CPU draws row after row: cut or whole, each row has its mask."""
-    assert equivalence_check(classifier(nn.Dropout(0.5)), data(), CRITERION).passed
+    """One dropout layer on the CPU draws row after row: cut or whole, each row has its mask.
+
+    The check passes, and says that this is luck.
+    """
+    result = equivalence_check(classifier(nn.Dropout(0.5)), data(), CRITERION)
+    assert result.passed
+    assert "note: dropout without a fixed seed in 1: here, micro-batches happened to draw" in str(
+        result
+    )
+    assert equivalence_check(classifier(nn.Dropout(0.5)).eval(), data(), CRITERION).notes == ()
 
 
 def test_dropout_does_not_hide_batchnorm():
@@ -225,9 +254,48 @@ def test_random_numbers_of_a_loss_are_noticed():
     def noisy(model, batch):
         return CRITERION(model(batch[0] + torch.randn(batch[0].shape)), batch[1])
 
-    assert "random numbers: micro-batches draw other" in reason(
-        equivalence_check(classifier(), data(), noisy)
-    )
+    text = reason(equivalence_check(classifier(), data(), noisy))
+    assert "random numbers: micro-batches draw other" in text
+    assert "eval mode does not stop it, so nothing more can be told" in text
+    assert "couples" not in text
+    assert "order" not in text
+
+
+def test_a_loss_that_counts_its_calls_is_no_more_than_that():
+    """Nothing else can be told of it: not that it couples samples, nor that order matters."""
+    calls = []
+
+    def drifting(model, batch):
+        calls.append(1)
+        return CRITERION(model(batch[0]), batch[1]) * len(calls)
+
+    result = equivalence_check(classifier(), data(), drifting)
+    assert "two runs from the same random state differ" in reason(result)
+    assert len(result.reasons) == 1
+
+
+class Warming(nn.Module):
+    """Its output depends on how often it has run, which a buffer counts; as spectral norm's."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.runs += 1
+        return x * (1 + self.runs)
+
+
+def test_buffers_that_each_forward_moves_on_are_named():
+    """Two micro-batches move them twice; in eval mode they stay."""
+    model = classifier(nn.Sequential(Warming()))
+    text = reason(equivalence_check(model, data(), CRITERION))
+    assert "each forward changes buffers that the next one reads (1.0.runs)" in text
+    assert "so all the rest is right" in text
+    assert "couples" not in text
+    assert model[1][0].runs == 0
+    assert equivalence_check(model.eval(), data(), CRITERION).passed
 
 
 def test_dropout_with_a_fixed_seed_for_each_row_passes():
@@ -248,6 +316,17 @@ def test_a_sum_over_items_is_recognised_by_the_ratio():
     assert "2 micro-batches give 0.5 times" in text
     assert 'reduction="sum"' in text
     assert equivalence_check(classifier(), data(), summed, reduction="sum").passed
+
+
+def test_a_loss_that_divides_by_its_items_twice_is_recognised():
+    """The mean divided by the length once more: k equal micro-batches give k times as much."""
+
+    def twice(model, batch):
+        return CRITERION(model(batch[0]), batch[1]) / len(batch[0])
+
+    text = reason(equivalence_check(classifier(), data(), twice))
+    assert "2 micro-batches give 2 times the large batch's gradient: the loss is divided by" in text
+    assert "once too often" in text
 
 
 def test_a_mean_that_is_called_a_sum_is_recognised():
@@ -456,11 +535,22 @@ def test_the_answer_of_a_failure_names_its_reason():
     assert any(line.startswith("why: BatchNorm (1)") for line in lines)
 
 
+class Output:
+    """As models of transformers give it: large to print, with the loss inside."""
+
+    def __init__(self, batch):
+        self.loss, self.logits = batch[0].sum(), batch[0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"splits": [(5, 5)]}, r"sizes \(5, 5\) do not add up to the batch's 12 items"),
-        ({"splits": [(12, 0)]}, r"sizes \(12, 0\) do not add up"),
+        ({"splits": [(12, 0)]}, r"sizes \(12, 0\).* every micro-batch needs at least 1"),
+        ({"splits": [(-12, 24)]}, r"sizes \(-12, 24\).* every micro-batch needs at least 1"),
+        ({"splits": [()]}, r"sizes \(\) do not add up"),
+        ({"bound": -1e-4}, "bound must be a number of at least 0, got -0.0001"),
+        ({"bound": float("nan")}, "bound must be a number of at least 0, got nan"),
         ({"splits": []}, "at least one split"),
         ({"batch": ("no", "tensors")}, "found no tensor with a first dimension"),
         ({"batch": data(1)}, "a batch of 1 item can't be split"),
@@ -470,6 +560,17 @@ def test_the_answer_of_a_failure_names_its_reason():
             r"a 0-dim tensor, got a tensor of shape \(12,\)",
         ),
         ({"loss_fn": lambda model, batch: batch[0].sum()}, "the loss reached no parameter"),
+        (
+            {"batch": (*data(), 1)},
+            r"criterion of torch needs .* pair \(inputs, targets\), got a tuple",
+        ),
+        (
+            {"loss_fn": lambda model, batch: Output(batch)},
+            "0-dim tensor, got a Output; return its .loss",
+        ),
+        ({"loss_fn": "mse"}, r"loss_fn is a function or a criterion of torch, got 'mse'"),
+        ({"loss_fn": {"a": 3}}, r"loss_fn is a function or a criterion of torch, got 3"),
+        ({"loss_fn": {}}, "at least one loss"),
     ],
 )
 def test_what_can_not_be_checked_is_refused(change, message):
