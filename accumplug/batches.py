@@ -157,6 +157,9 @@ def _freely(accum: Accumulator, feed: Feed, items: Iterator[tuple[T, bool]]) -> 
     first = next(items, None)
     if not feed.resumed:
         _meet(accum, feed, float(first is not None))
+    if first is not None and accum._window is not None and accum.pending == accum._window.steps:
+        _pause(accum, Meeting.SHORT)  # other ranks have the rest of the window
+        accum._join()
     while first is not None:
         item, feed.last = first
         _pause_before_block(accum, feed)

@@ -16,7 +16,7 @@ from accumplug.accumulator import Accumulator
 from accumplug.batches import Feed, Meeting
 from accumplug.sync import before_forward
 
-from . import window
+from . import elastic, window
 from .agreement import Meetings, Request, Store
 from .background import Writer
 from .format import list_checkpoints
@@ -104,6 +104,8 @@ class Checkpointer:
         self._saved_at: tuple[int, ...] | None = None
         self._waits_for_step = False
         self._interrupted = False
+        self._uneven: int | None = None
+        """The window in which ranks have run different numbers of micro-batches before `resume`."""
         accum._keeper = self
         accum._before_block.append(self._before_block)
         accum._after_block.append(self._after_block)
@@ -147,7 +149,7 @@ class Checkpointer:
             warnings.warn(f"passed over: {reason}", stacklevel=2)
         if found.checkpoint is None:
             return None
-        self._load(found.parts)
+        self._load(found.parts, found.checkpoint.manifest.world_size)
         self._source = found.checkpoint.path
         self._snapshot.is_saved()
         self._saved_at = self._here()
@@ -213,6 +215,8 @@ class Checkpointer:
             self._act()
         if self._interrupted:
             return True
+        if meeting is Meeting.FULL and self._uneven == self._accum.windows:
+            meeting = Meeting.SHORT
         if self._meetings is not None:
             if not self._agree(meeting) and meeting not in (Meeting.NONE, Meeting.STEP):
                 self._equal_saves(self._meetings, meeting)
@@ -327,7 +331,8 @@ class Checkpointer:
         self._refuse_foreign_directory()
         if (last := self.wait()) is not None:
             self._source = last
-        job = self._snapshot.take(self._source, {"count": self._pace.count})
+        more = {"count": self._pace.count, "steps": self._accum.steps}
+        job = self._snapshot.take(self._source, more)
         try:
             self._writer.submit(job)
         except RuntimeError:
@@ -338,14 +343,22 @@ class Checkpointer:
         if self._meetings is not None:
             self._meetings.saved()
 
-    def _load(self, parts: State) -> None:
-        rank = self._accum._ranks.rank
-        own = parts[f"rank-{rank}"]
+    def _load(self, parts: State, world: int) -> None:
+        """Load what a run on `world` ranks has saved."""
+        accum, ranks = self._accum, self._accum._ranks
+        if world == ranks.size:
+            own = parts[f"rank-{ranks.rank}"]
+        else:
+            states = [parts[f"rank-{rank}"] for rank in range(world)]
+            own = elastic.take_over(states, accum, self._subject)
         self._subject.load(parts["model"], parts["optimizer"], parts["progress"])
-        self._subject.load_others(parts.get(f"objects-{rank}", {}))
-        window.put(own, self._accum, self._subject, self._order)
+        self._subject.load_others(parts.get(f"objects-{ranks.rank % world}", {}))
+        window.put(own, accum, self._subject, self._order)
         self._feed_state = own["feed"]
         self._pace.start_at(own["count"])
+        told = [float(accum.pending), float(accum.pending) ** 2]
+        total, squares = (float(n) for n in ranks.sum(told))
+        self._uneven = accum.windows if squares * ranks.size != total**2 else None
 
     @contextmanager
     def _making_workers(self, loader: Any) -> Iterator[None]:

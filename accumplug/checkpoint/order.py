@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from accumplug.batches import with_last
 
+from . import redeal
 from .fetches import (
     Fetches,
     Lent,
@@ -53,6 +54,8 @@ class Order:
         self._making = making
         self._total: int | None = None
         self._start: State | None = None
+        self._base = 0
+        """Items of this pass that were handed out before the rest was dealt anew, see redeal.py."""
         self._fetches: Fetches | None = None
         self._per_item = 1
         self._resume: State | None = None
@@ -73,11 +76,16 @@ class Order:
                 "states": pack(sources.capture()),
                 "numbers": sources.numbers(),
                 "has_iterator": has_iterator(source),
+                "deal": {"loader": redeal.describe(source), "world": None, "made": [], "base": 0},
             }
+            self._base = 0
             return self._noted(self._follow(loader, Fetches(sources, protocol(source))), 0)
         self._start = resume["start"]
+        self._base = resume["start"]["deal"]["base"]
         if resume["ended"]:
             return self._after_the_end(loader, sources, resume, position)
+        if resume["start"]["deal"]["made"]:
+            return self._dealt_anew(loader, sources, resume, position)
         if not resume["start"]["has_iterator"]:
             use_iterator(source)
         sources.set_numbers(resume["start"]["numbers"])
@@ -110,7 +118,7 @@ class Order:
         }
         if self._fetches is not None:
             if is_open and not ended:
-                state["starts"], state["made"] = self._fetches.starts(position * self._per_item)
+                state["starts"], state["made"] = self._fetches.starts(self._number(position))
             else:
                 state["protocol"] = self._fetches.protocol_now()
         return state
@@ -129,7 +137,11 @@ class Order:
     def moved(self, position: int) -> None:
         """The loop has run the blocks of the items before `position`."""
         if self._fetches is not None:
-            self._fetches.moved(position * self._per_item)
+            self._fetches.moved(self._number(position))
+
+    def _number(self, position: int) -> int:
+        """How many fetches come before item `position`."""
+        return (position - self._base) * self._per_item
 
     def _settle(self) -> None:
         if self._late is not None:
@@ -144,13 +156,36 @@ class Order:
         self._load_protocol(resume["protocol"])
         self._settle()
 
+    def _dealt_anew(
+        self, loader: Any, sources: Sources, resume: State, position: int
+    ) -> Iterator[tuple[Any, bool]]:
+        """The rest of a pass that other ranks have begun, of which this one may have had a part."""
+        start, deal = resume["start"], resume["start"]["deal"]
+        source = loader if self.loader is None else self.loader
+        batches = redeal.rest(deal["loader"], deal["world"], deal["made"], source)[deal["rank"]]
+        if position - self._base == len(batches):
+            return self._after_the_end(loader, sources, resume, position)
+        sources.set_numbers(start["numbers"])
+        fetches = Fetches(sources, None)
+        if start["states"] is None:  # no process has gone into this rest before
+            self._settle()
+            self._start = {**start, "states": pack(sources.capture())}
+        else:
+            sources.restore(unpack(start["states"]))
+            number = position - self._base
+            fetches.resume(number, resume["starts"], resume["made"], self._settle)
+        with redeal.lent(source, batches):
+            items = self._noted(self._follow(loader, fetches), position)
+            first = list(itertools.islice(items, 1))
+        return itertools.chain(first, items)
+
     def _after_the_end(
         self, loader: Any, sources: Sources, resume: State, position: int
     ) -> Iterator[tuple[Any, bool]]:
         """The other process had been handed all items, and was about to see the end."""
         sources.set_numbers(resume["numbers"])
-        if hasattr(loader, "end_of_dataloader"):
-            loader.iteration += 1  # as a prepared loader does behind its last item
+        if hasattr(loader, "end_of_dataloader"):  # a prepared loader counts behind its last item
+            loader.iteration = resume["start"]["numbers"].get("iteration", loader.iteration) + 1
         self._load_protocol(resume["protocol"])
         self._settle()
         self._total = position

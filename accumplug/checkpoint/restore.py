@@ -60,8 +60,7 @@ def find(directory: Path, ranks: Ranks, store: Store | None) -> Found:
         wrong, parts = "", {}
         try:
             checkpoint = open_checkpoint(directory / name)
-            _refuse_other_ranks(checkpoint, ranks.size)
-            parts = read(checkpoint, ranks.rank)
+            parts = read(checkpoint, ranks)
         except CheckpointError as error:
             wrong = str(error)
         if ranks.sum([float(bool(wrong))])[0] == 0:
@@ -69,19 +68,10 @@ def find(directory: Path, ranks: Ranks, store: Store | None) -> Found:
         skip[name] = wrong or f"{directory / name}: damaged in a file that another rank needs"
 
 
-def _refuse_other_ranks(checkpoint: Checkpoint, ranks: int) -> None:
-    """Raise ValueError if it holds the sums and the places of another number of ranks."""
-    saved = checkpoint.manifest.world_size
-    if saved != ranks:
-        raise ValueError(
-            f"{checkpoint.path.name} was saved on {saved} rank{'s' if saved > 1 else ''}, and this "
-            f"run has {ranks}; each rank's running sum and place in the data is its own, so start "
-            f"{saved}"
-        )
-
-
-def read(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """The parts that `rank` needs, every byte checked."""
-    own = f"rank-{rank}", f"objects-{rank}"
+def read(checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
+    """The parts that this rank needs, every byte checked: of all ranks, if their number differs."""
+    world = checkpoint.manifest.world_size
+    needed = [ranks.rank] if world == ranks.size else range(world)
+    own = [f"objects-{ranks.rank % world}", *(f"rank-{rank}" for rank in needed)]
     names = ["model", "optimizer", "progress", *(name for name in own if name in checkpoint.parts)]
     return {name: read_part(checkpoint, name) for name in names}

@@ -47,8 +47,8 @@ def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> Non
 
 def put_feed(state: State, feed: Feed) -> None:
     """Let the pass that opens now be the one that was under way."""
-    feed.resumed = True
-    feed.alive = state["alive"]
+    if state["alive"] is not None:
+        feed.resumed, feed.alive = True, state["alive"]
     if state["plan"] is not None:
         feed.plan = Plan(**_placed(state["plan"], torch.device("cpu")))
 

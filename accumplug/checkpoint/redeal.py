@@ -1,0 +1,262 @@
+"""The rest of a pass, dealt anew to another number of ranks.
+
+What is dealt are whole micro-batches, those that the ranks which began the pass would have gone
+on with, in the order in which they would have. So each window of the rest of the pass gets the
+micro-batches that it would have got, if the effective batch is the same, and no sample is seen
+more often than there: one that `DistributedSampler` repeats to pad the data is repeated once.
+
+A loader is described when a pass starts (`describe`): its sampler by what its order follows
+from. From that any number of ranks finds the micro-batches of each rank. Each time that the
+number of ranks has changed within the pass adds a `Deal` as plain JSON: how many micro-batches
+each rank had taken by then, and how many each new one runs until the open window is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, cycle
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+T = TypeVar("T")
+State = dict[str, Any]
+Batches = list[list[int]]
+
+
+def describe(loader: Any) -> State:
+    """What the micro-batches of a pass that starts now follow from, or why they can't be told."""
+    if why := _why_not(loader):
+        return {"why": why}
+    base = _base(loader)
+    batches = base.batch_sampler
+    even = None
+    if type(batches).__name__ == "BatchSamplerShard":
+        even, batches = batches.even_batches, batches.batch_sampler
+    sampler = batches.sampler
+    source = getattr(sampler, "data_source", getattr(sampler, "dataset", base.dataset))
+    return {
+        "batch_size": batches.batch_size,
+        "drop_last": batches.drop_last,
+        "even": even,
+        "samples": len(base.dataset),
+        "length": len(source),
+        "sampler": _describe_sampler(sampler, loader, base),
+    }
+
+
+def rest(described: State, world: int, deals: list[State], loader: Any) -> list[Batches]:
+    """The micro-batches of each rank after the last of `deals`.
+
+    `world` ranks have begun the pass through what is `described`; this run goes through `loader`.
+    """
+    dealt = _begun(described, world)
+    lefts = [0] * world
+    for deal in deals:
+        places = sorted(
+            (turn(lefts[rank], rank, index), rank, index)
+            for rank, own in enumerate(dealt)
+            for index in range(deal["taken"][rank], len(own))
+        )
+        lefts = deal["lefts"]
+        dealt = spread([dealt[rank][index] for _, rank, index in places], lefts)
+    _refuse_other_loader(described, loader)
+    return dealt
+
+
+def turn(left: int, rank: int, index: int) -> tuple[bool, int, int]:
+    """What sorts the micro-batches of all ranks: when micro-batch `index` of a rank has its turn.
+
+    `left`: how many it had to run until the window was full that was open when they were dealt.
+    """
+    return (False, index, rank) if index < left else (True, index - left, rank)
+
+
+def spread(items: Iterable[T], lefts: list[int]) -> list[list[T]]:
+    """`items` by rank: `lefts[rank]` to fill the open window, then by turns."""
+    dealt: list[list[T]] = [[] for _ in lefts]
+    first = [r for i in range(max(lefts)) for r, left in enumerate(lefts) if i < left]
+    for item, rank in zip(items, chain(first, cycle(range(len(lefts)))), strict=False):
+        dealt[rank].append(item)
+    return dealt
+
+
+@contextmanager
+def lent(loader: Any, batches: Batches) -> Iterator[None]:
+    """Let an iterator of `loader` that is made meanwhile go through `batches`."""
+    base = _base(loader)
+    kept = base.batch_sampler
+    # torch 2.13: a DataLoader refuses to be given another batch_sampler; with
+    # persistent_workers its iterator keeps the one that it was made with
+    try:
+        vars(base)["batch_sampler"] = batches
+        _keep(base, batches)
+        yield
+    finally:
+        vars(base)["batch_sampler"] = kept
+        _keep(base, kept)
+
+
+def _keep(base: Any, batches: Any) -> None:
+    if base._iterator is not None:
+        base._iterator._index_sampler = batches
+
+
+def _base(loader: Any) -> Any:
+    return getattr(loader, "base_dataloader", loader)
+
+
+def _why_not(loader: Any) -> str | None:
+    """Why the micro-batches of `loader` can't be dealt anew, in words."""
+    base = _base(loader)
+    if not isinstance(base, DataLoader):
+        return f"it is a {type(loader).__name__}; give the Checkpointer a torch DataLoader"
+    if isinstance(base.dataset, IterableDataset):
+        return "its dataset is an IterableDataset, of which no sample can be asked for by index"
+    if hasattr(loader, "slice_fn"):
+        return "rank 0 reads for all of them (dispatch_batches=True)"
+    if type(base).__iter__ is not DataLoader.__iter__:
+        return f"it is a {type(base).__name__}, which keeps its place by itself"
+    batches: Any = base.batch_sampler
+    if getattr(batches, "split_batches", False):
+        return "it splits each batch over the ranks (split_batches=True)"
+    if type(batches).__name__ == "BatchSamplerShard":
+        batches = batches.batch_sampler
+    if type(batches) is not BatchSampler:
+        return f"its batch_sampler is a {type(batches).__name__}, not torch's BatchSampler"
+    return None
+
+
+def _describe_sampler(sampler: Any, loader: Any, base: Any) -> State:
+    if isinstance(sampler, DistributedSampler):
+        if type(sampler).__iter__ is DistributedSampler.__iter__:
+            names = ("num_replicas", "shuffle", "seed", "epoch", "drop_last")
+            return {"kind": "distributed", **{name: getattr(sampler, name) for name in names}}
+    elif type(sampler) is SequentialSampler:
+        return {"kind": "sequential"}
+    elif type(sampler) is RandomSampler or hasattr(sampler, "initial_seed"):
+        return {
+            "kind": "random",
+            "replacement": sampler.replacement,
+            "num_samples": sampler._num_samples,
+            **_describe_generators(sampler, loader, base),
+        }
+    return {"kind": "other", "name": type(sampler).__name__}
+
+
+def _describe_generators(sampler: Any, loader: Any, base: Any) -> State:
+    """The states from which a RandomSampler draws."""
+    if hasattr(sampler, "initial_seed"):  # accelerate 1.15, SeedableRandomSampler
+        seed = sampler.initial_seed + getattr(loader, "iteration", sampler.epoch)
+        return {"own": torch.Generator().manual_seed(seed).get_state()}
+    own, other = sampler.generator, base.generator
+    if own is not None and own is not other:
+        return {"own": own.get_state()}
+    return {
+        "own": None,
+        "shares": own is not None,
+        "other": None if other is None else other.get_state(),
+        "torch": torch.get_rng_state(),
+        "draws": base._iterator is None,
+    }
+
+
+def _begun(described: State, world: int) -> list[Batches]:
+    """The micro-batches of each of the `world` ranks that began the pass."""
+    if why := described.get("why"):
+        raise ValueError(f"the loader of the run that saved: {why}. {_advice(world)}")
+    sampler, size = described["sampler"], described["batch_size"]
+    drop_last = described["drop_last"]
+    if sampler["kind"] == "distributed":
+        if sampler["num_replicas"] != world:
+            raise ValueError(
+                f"its DistributedSampler had num_replicas={sampler['num_replicas']} on {world} "
+                f"ranks. {_advice(world)}"
+            )
+        shards = [_distributed(sampler, described["length"], rank) for rank in range(world)]
+        return [list(BatchSampler(shard, size, drop_last)) for shard in shards]
+    indices = _indices(sampler, described["length"], world)
+    if described["even"] is not None:
+        return _sharded(BatchSampler(indices, size, drop_last), world, described["even"])
+    if world > 1:
+        raise ValueError(
+            f"each of the {world} ranks went through a loader of its own, and nobody knows which "
+            f"samples they share; use a DistributedSampler. {_advice(world)}"
+        )
+    return [list(BatchSampler(indices, size, drop_last))]
+
+
+def _distributed(sampler: State, length: int, rank: int) -> Any:
+    names = ("num_replicas", "shuffle", "seed", "drop_last")
+    options = {name: sampler[name] for name in names}
+    made: Any = DistributedSampler(range(length), rank=rank, **options)  # type: ignore[arg-type]
+    made.set_epoch(sampler["epoch"])
+    return made
+
+
+def _indices(sampler: State, length: int, world: int) -> Any:
+    """The order in which a sampler of one process goes through its data."""
+    if sampler["kind"] == "sequential":
+        return range(length)
+    if sampler["kind"] == "other":
+        raise ValueError(
+            f"nobody but its own process can draw the order of a {sampler['name']}. "
+            f"{_advice(world)}"
+        )
+    own, other = _generator(sampler["own"]), _generator(sampler.get("other"))
+    if sampler.get("shares"):
+        own = other
+    made = RandomSampler(
+        range(length), sampler["replacement"], sampler["num_samples"], generator=own
+    )
+    if own is not None and own is not other:
+        return list(made)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(sampler["torch"])
+        if sampler["draws"]:
+            iter(DataLoader(range(1), generator=other))  # type: ignore[arg-type]  # draws a seed
+        return list(made)
+
+
+def _generator(state: Any) -> torch.Generator | None:
+    return None if state is None else torch.Generator().set_state(state)
+
+
+def _sharded(batches: BatchSampler, world: int, even: bool) -> list[Batches]:
+    from accelerate.data_loader import BatchSamplerShard
+
+    return [
+        list(BatchSamplerShard(batches, world, rank, even_batches=even)) for rank in range(world)
+    ]
+
+
+def _refuse_other_loader(described: State, loader: Any) -> None:
+    """The rest of the pass has to be one of the same micro-batches."""
+    if why := _why_not(loader):
+        raise ValueError(f"the loader of this run can't take over the rest of the pass: {why}")
+    base = _base(loader)
+    size = getattr(base.batch_sampler, "batch_size", None)
+    if size != described["batch_size"]:
+        raise ValueError(
+            f"batch_size is {size} here, and {described['batch_size']} in the pass that was "
+            f"saved; set batch_size={described['batch_size']}"
+        )
+    if len(base.dataset) != described["samples"]:
+        raise ValueError(
+            f"the dataset has {len(base.dataset)} samples here, and {described['samples']} in the "
+            f"pass that was saved; go on with the same data"
+        )
+
+
+def _advice(world: int) -> str:
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
+    return f"Start {ranks} until the pass has ended; a save between two passes fits any number"
