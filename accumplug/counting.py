@@ -90,7 +90,9 @@ class SyncCounter:
 
 
 @contextmanager
-def sync_counter(model: nn.Module) -> Iterator[SyncCounter]:
+def sync_counter(
+    model: nn.Module, *, find_unused_parameters: bool = False
+) -> Iterator[SyncCounter]:
     """Count the gradient reductions that really run in this block.
 
     ```python
@@ -103,13 +105,17 @@ def sync_counter(model: nn.Module) -> Iterator[SyncCounter]:
     reductions run and are seen. The count comes from a communication hook, not from
     bookkeeping. A model that is in DDP already is wrapped anew, with its settings, for the
     block: DDP takes one hook in its life and can't give it back.
+
+    Args:
+        find_unused_parameters: for a bare model with parameters that a loss does not reach; as
+            for DDP.
     """
     made_group = not dist.is_initialized()
     if made_group:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     counter = SyncCounter(model)
     try:
-        counter.model = wrapped = _wrap(model)
+        counter.model = wrapped = _wrap(model, find_unused_parameters)
         wrapped.register_comm_hook((counter, wrapped.process_group), _count)
         yield counter
     finally:
@@ -118,10 +124,20 @@ def sync_counter(model: nn.Module) -> Iterator[SyncCounter]:
             dist.destroy_process_group()
 
 
-def _wrap(model: nn.Module) -> DistributedDataParallel:
+class _Transparent(DistributedDataParallel):
+    """DDP that has the attributes of its model: a loss may use them, as it does without DDP."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def _wrap(model: nn.Module, find_unused_parameters: bool) -> DistributedDataParallel:
     if not isinstance(model, DistributedDataParallel):
-        return DistributedDataParallel(model)
-    return DistributedDataParallel(
+        return _Transparent(model, find_unused_parameters=find_unused_parameters)
+    return _Transparent(
         model.module,
         process_group=model.process_group,
         find_unused_parameters=model.find_unused_parameters,
@@ -165,6 +181,7 @@ def train_one_optimizer_step(
     items: Callable[[Any], float] = items_in,
     max_grad_norm: float | None = None,
     scaler: Any = None,
+    find_unused_parameters: bool = False,
 ) -> StepResult:
     """Train one window: all of `micro_batches`, one reduction over the ranks, one optimizer step.
 
@@ -172,15 +189,19 @@ def train_one_optimizer_step(
         loss_fn: `loss_fn(model, micro_batch)`, a mean over the micro-batch's items, or a criterion
             of torch for micro-batches that are (inputs, targets).
         items: counts what the loss is a mean over; rows by default.
+        max_grad_norm: clip the gradient's norm to it.
+        scaler: a `torch.amp.GradScaler`, for fp16.
+        find_unused_parameters: for a bare model with parameters that the loss does not reach.
 
     Raises:
-        ValueError: there is no micro-batch.
+        ValueError: there is no micro-batch, or the loss is not one number with a gradient.
+        RuntimeError: a parameter was reduced by nobody (see `find_unused_parameters`).
     """
     from accumplug.accumulator import Accumulator
 
     if not micro_batches:
         raise ValueError("an optimizer step needs at least one micro-batch, got none")
-    with sync_counter(model) as counter:
+    with sync_counter(model, find_unused_parameters=find_unused_parameters) as counter:
         accum = Accumulator(
             len(micro_batches), optimizer=optimizer, max_grad_norm=max_grad_norm, scaler=scaler
         )

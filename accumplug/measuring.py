@@ -49,9 +49,13 @@ class Measured:
 
 @dataclass
 class Bench:
-    """What stays the same over the rows: bare model, micro-batches taken in turn, loss, device."""
+    """What stays the same over the rows: the model, micro-batches taken in turn, loss, device.
+
+    `model` is the bare one, `given` the same or in DDP, with the user's settings.
+    """
 
     model: nn.Module
+    given: nn.Module
     micro_batches: Sequence[Any]
     loss_fn: Losses
     memory: PeakMemory
@@ -70,20 +74,34 @@ class Bench:
 
         found = Measured()
         self.memory.restart()
-        with sync_counter(self.model) as counter:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            found.syncs = self._count_alone(steps, optimizer)
+            accum = Accumulator(steps, optimizer=optimizer)
+            self._windows(found, accum, self.model, steps, updates)
+        else:
             found.world_size = dist.get_world_size()
-            self._window(Accumulator(steps, optimizer=optimizer), counter.model, steps)
-            if found.world_size > 1:
+            with sync_counter(self.given) as counter:
+                self._window(Accumulator(steps, optimizer=optimizer), counter.model, steps)
                 before, accum = counter.syncs, Accumulator(steps, optimizer=optimizer)
                 self._windows(found, accum, counter.model, steps, updates)
                 found.syncs = (counter.syncs - before) / updates
-            else:
-                found.syncs = counter.syncs
-        if found.world_size == 1:
-            accum = Accumulator(steps, optimizer=optimizer)
-            self._windows(found, accum, self.model, steps, updates)
         found.peak_memory = self.memory.bytes()
         return found
+
+    def _count_alone(self, steps: int, optimizer: Optimizer) -> int:
+        """Train one window in the DDP of a single process; give its reductions."""
+        from accumplug.accumulator import Accumulator
+
+        for loose in (False, True):
+            try:
+                with sync_counter(self.given, find_unused_parameters=loose) as counter:
+                    self._window(Accumulator(steps, optimizer=optimizer), counter.model, steps)
+                    return counter.syncs
+            except RuntimeError as error:
+                if loose or "find_unused_parameters" not in str(error):
+                    raise
+                self.model.zero_grad()  # a parameter that no loss reaches: without DDP no matter
+        raise AssertionError
 
     def _windows(
         self, found: Measured, accum: Accumulator, model: nn.Module, steps: int, updates: int

@@ -50,6 +50,47 @@ def test_a_reduction_in_several_buckets_is_one_reduction():
         assert counter.buckets == 1 + 2
 
 
+class Loose(nn.Module):
+    """Has a parameter that no loss reaches, and gives its loss by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.size = self.used(x).square().mean()
+        return self.used(x)
+
+    def loss(self, batch):
+        return CRITERION(self.used(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (12,)])
+@pytest.mark.parametrize(
+    "loss", [CRITERION, lambda m, b: m.loss(b), lambda m, b: m(b[0]).mean() + m.size]
+)
+def test_losses_that_use_attributes_of_the_model_are_counted_too(loss, sizes):
+    """In a single process the user's model is in no DDP, so its attributes are where they were."""
+    _, micro_batches = setup(sizes=sizes)
+    model = Loose()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = train_one_optimizer_step(
+        model, optimizer, micro_batches, loss, find_unused_parameters=True
+    )
+    assert (step.syncs, step.stepped) == (1, True)
+    with pytest.raises(AttributeError, match="nothing"), sync_counter(model) as counter:
+        _ = counter.model.nothing
+
+
+def test_a_parameter_that_no_loss_reaches_is_named():
+    """DDP would wait for it; `find_unused_parameters` is what it asks for."""
+    (model, (_, micro_batches)) = Loose(), setup()
+    with pytest.raises(RuntimeError, match=r"used no unused.weight, .*find_unused_parameters=True"):
+        train_one_optimizer_step(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches, CRITERION
+        )
+
+
 def test_the_group_that_was_made_is_taken_down_also_after_an_error():
     """Nothing is left behind: no process group, and `model` is the bare model again."""
     model, _ = setup()

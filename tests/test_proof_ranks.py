@@ -45,6 +45,17 @@ def setup(seed=0):
     return model, list(zip(inputs.split(3), targets.split(3), strict=True))
 
 
+class Loose(nn.Module):
+    """Has a parameter that no loss reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
 def _rank(rank, folder):
     """What each rank does; what it found is saved for the tests."""
     torch.set_num_threads(1)
@@ -66,6 +77,12 @@ def _rank(rank, folder):
         model, micro_batches, CRITERION, accum_steps=(1, 4), num_steps=4, output_dir=folder
     )
     found["rows"] = [(r.world_size, r.effective_batch, r.sync_calls) for r in curve.rows]
+    settled = nn.parallel.DistributedDataParallel(Loose(), find_unused_parameters=True)
+    curve = sweep_effective_batches(
+        settled, micro_batches, CRITERION, accum_steps=(2,), num_steps=2, output_dir=None
+    )
+    found["settled"] = [row.sync_calls for row in curve.rows]
+    del settled
     with launched_ranks() as (ranks, smallest):
         found["smallest"] = (ranks, smallest(10 + rank))
     os.chdir(folder)
@@ -123,6 +140,7 @@ def test_a_sweep_counts_the_ranks_and_writes_one_file(ranks):
     found, folder = ranks
     assert [rank["rows"] for rank in found] == [[(2, 6, 1.0), (2, 24, 1.0)]] * 2
     assert (folder / "accum-curve.json").is_file()
+    assert [rank["settled"] for rank in found] == [[1.0], [1.0]], "DDP's settings are kept"
 
 
 def test_ranks_agree_on_the_micro_batch_that_fits_all_of_them(ranks):

@@ -83,6 +83,32 @@ def test_the_model_is_left_as_it_was(swept):
     assert model[0].bias.grad is None
 
 
+class Loose(nn.Module):
+    """Has a parameter that no loss reaches, and leaves something behind for the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.size = self.used(x).square().mean()
+        return self.used(x)
+
+
+def test_a_model_that_ddp_would_not_take_is_swept_in_a_single_process():
+    """Unused parameters and attributes of the model: it has no DDP to fit into."""
+    curve = sweep_effective_batches(
+        Loose(),
+        [torch.ones(2, 6)] * 4,
+        lambda model, batch: model(batch).mean() + model.size,
+        accum_steps=(1, 2),
+        num_steps=2,
+        output_dir=None,
+    )
+    assert [row.sync_calls for row in curve.rows] == [1, 1]
+    assert curve.noise is not None
+
+
 def test_every_row_starts_from_the_same_weights():
     """With a learning rate of 0 the mean losses of all rows are those of the micro-batches."""
     model, micro_batches = small()
