@@ -146,7 +146,7 @@ def read_file(path: Path, entry: FileEntry, *, mapped: bool = False) -> memoryvi
         check_size(path, file, entry)
         memory = _map(file, entry.size) if mapped else None
         reads = memory is None
-        memory = memory or memoryview(_allocate(path, entry.size))
+        memory = memoryview(bytearray(entry.size)) if memory is None else memory
 
         def fill(start: int) -> None:
             block = memory[start : start + BLOCK]
@@ -175,19 +175,6 @@ def _map(file: int, size: int) -> memoryview | None:
         return memoryview(mmap.mmap(file, size, mmap.MAP_PRIVATE))
     except (OSError, ValueError):
         return None
-
-
-def _allocate(path: Path, size: int) -> mmap.mmap | bytearray:
-    """Memory in large pages, if it is much: half the time of reading goes into small ones."""
-    if size <= BLOCK:
-        return bytearray(size)
-    try:
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise CheckpointError(f"{path}: no memory for {size} bytes ({error.strerror})") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _each(work: Callable[[int], None], size: int) -> None:

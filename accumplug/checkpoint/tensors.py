@@ -81,11 +81,11 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def read_tensors(path: Path, entry: FileEntry, *, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a file, every byte checked before it is used. They share one memory.
+    """The tensors of a file, each in memory of its own, every byte checked before it is used.
 
-    `mapped=True` leaves them in a private mapping of the file, which is checked and not copied:
-    several times quicker. A page is copied when it is first written to. The disk keeps the file,
-    even if removed, while one of the tensors lives, so it suits tensors that don't live long.
+    `mapped=True` leaves them in a private mapping of the file, which is not copied: several times
+    quicker. A page is copied when it is first written to. The disk keeps the file, even if
+    removed, while one of the tensors lives, so it suits tensors that don't live long.
     """
     with opened(path) as file:
         check_size(path, file, entry)
@@ -96,21 +96,16 @@ def read_tensors(path: Path, entry: FileEntry, *, mapped: bool = False) -> dict[
                 f"the file has {entry.size}"
             )
         header = parse_json(os.pread(file, size, 8), path)
-    layout = _layout(header, entry.size - 8 - size, path)
-    return _views(path, read_file(path, entry, mapped=mapped), 8 + size, layout)
-
-
-def _views(
-    path: Path, memory: memoryview, start: int, layout: dict[str, tuple[torch.dtype, list[int]]]
-) -> dict[str, torch.Tensor]:
-    tensors = {}
+    layout, start = _layout(header, entry.size - 8 - size, path), 8 + size
+    memory, tensors = read_file(path, entry, mapped=True), {}
     for name, (dtype, shape) in layout.items():
-        if count := math.prod(shape):
-            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
-            tensors[name] = tensor if tensor.data_ptr() % ALIGN == 0 else tensor.clone()
-            start += count * dtype.itemsize
-        else:
+        if not (count := math.prod(shape)):
             tensors[name] = _empty(path, name, dtype, shape)
+            continue
+        tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+        stays = mapped and tensor.data_ptr() % ALIGN == 0
+        tensors[name] = tensor if stays else tensor.clone()
+        start += count * dtype.itemsize
     return tensors
 
 
