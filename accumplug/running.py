@@ -24,6 +24,11 @@ def bare_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("module.", "", int(name.startswith("module.")))
 
 
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `model`, shards where it is sharded, by name without wrappers' prefixes."""
+    return {bare_name(n): p for n, p in sharded.named_parameters(model).items()}
+
+
 def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | None = None) -> None:
     """Set `parameter.grad`; its dtype may differ from the parameter's (`Tensor.grad_dtype`)."""
     dtype = dtype or (parameter.dtype if grad is None else grad.dtype)
@@ -171,8 +176,8 @@ class RunningSum:
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
         """The running sums of `model` on this rank, by name without the prefixes of wrappers."""
-        parameters = {bare_name(n): p for n, p in sharded.named_parameters(model).items()}
-        found = {n: sharded.local(p.grad) for n, p in parameters.items() if p.grad is not None}
+        parameters = named(model)
+        found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
         names = {id(p): n for n, p in parameters.items()}
         for root in sharded.roots(model):
             found |= sharded.named(root, names)
@@ -180,7 +185,7 @@ class RunningSum:
 
     def restore(self, model: nn.Module, sums: dict[str, Tensor]) -> None:
         """Make `sums`, as `named` gave them, the running sums of `model`."""
-        parameters = {bare_name(n): p for n, p in sharded.named_parameters(model).items()}
+        parameters = named(model)
         if unknown := sorted(n for n in sums if n.split("#")[0] not in parameters):
             raise ValueError(
                 f"the saved running sum has {unknown[0]!r}, which the model does not have "

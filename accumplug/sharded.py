@@ -126,7 +126,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """`tensor`, this rank's part, as a gradient of `parameter`."""
-    if not isinstance(parameter, DTensor):
+    if isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
         return tensor
     return DTensor.from_local(
         tensor,

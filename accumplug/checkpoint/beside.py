@@ -63,7 +63,8 @@ def _save(accum: Accumulator, directory: Path, number: int) -> None:
             "counts a step that nobody took, in this run as well. Save later, or use Checkpointer",
             stacklevel=4,
         )
-    sums = [accum._sum.named(model) for model in models] if accum.pending else []
+    found = [accum._sum.named(model) for model in models] if accum.pending else []
+    sums = [{name: sharded.local(grad) for name, grad in each.items()} for each in found]
     encoded = encode({"accum": accum.state_dict(), "sums": sums, "ranks": accum._ranks.size})
     for old in (text, tensors):
         old.unlink(missing_ok=True)

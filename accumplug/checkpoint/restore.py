@@ -8,6 +8,7 @@ from typing import Any
 
 from accumplug.sync import Ranks
 
+from . import shards
 from .agreement import Store
 from .files import CheckpointError
 from .format import Checkpoint, newest, open_checkpoint, read_part
@@ -72,6 +73,8 @@ def read(checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
     """The parts that this rank needs, every byte checked: of all ranks, if their number differs."""
     world = checkpoint.manifest.world_size
     needed = [ranks.rank] if world == ranks.size else range(world)
-    own = [f"objects-{ranks.rank % world}", *(f"rank-{rank}" for rank in needed)]
-    names = ["model", "optimizer", "progress", *(name for name in own if name in checkpoint.parts)]
-    return {name: read_part(checkpoint, name) for name in names}
+    own = ["progress", f"objects-{ranks.rank % world}", *(f"rank-{rank}" for rank in needed)]
+    parts = {name: read_part(checkpoint, name) for name in own if name in checkpoint.parts}
+    for name in ("model", "optimizer"):
+        parts[name] = shards.read(checkpoint, name, ranks)
+    return parts

@@ -19,9 +19,9 @@ from .write import Job
 class Snapshot:
     """Takes one save after the other.
 
-    Rank 0 saves what is the same on all ranks; each rank saves what is its own. Weights and the
-    optimizers' moments stay as they are inside of a window, so they are linked from the
-    checkpoint before, unless somebody has written into them.
+    Rank 0 saves what is the same on all ranks; each rank saves what is its own, its pieces of
+    sharded tensors too. Weights and the optimizers' moments stay as they are inside of a window, so
+    they are linked from the checkpoint before, unless somebody has written into them.
     """
 
     def __init__(
@@ -53,12 +53,10 @@ class Snapshot:
                 parts[name] = others
         if self._rank == 0:
             parts["progress"] = encode(self._subject.progress(), "progress")
-            for name, stamp, get in self._big():
-                if source is not None and self._stamps.get(name) == stamp:
-                    link.append(name)
-                    continue
-                parts[name] = self._copied(name, encode(get(), name))
-                self._stamps[name] = stamp
+        if self._rank == 0 or self._subject.is_sharded:
+            written, linked = self._weights(source)
+            parts |= written
+            link += linked
         return Job(self._position(), parts, tuple(link), source if link else None)
 
     def is_saved(self) -> None:
@@ -68,6 +66,26 @@ class Snapshot:
     def forget(self) -> None:
         """The last `take` has become no checkpoint."""
         self._stamps, self._tree = {}, None
+
+    def _weights(self, source: Path | None) -> tuple[dict[str, Encoded], list[str]]:
+        """Weights and moments to be written and linked: whole, or this rank's pieces of them."""
+        ranks, written, linked = self._accum._ranks, {}, []
+        big = self._big()
+        known = source is not None or self._rank > 0  # only rank 0 knows what has become of it
+        changed: Any = [float(not known or self._stamps.get(n) != stamp) for n, stamp, _ in big]
+        if self._subject.is_sharded:  # linked by rank 0, so all ranks have to agree
+            changed = ranks.sum(changed)
+        for (name, stamp, get), is_changed in zip(big, changed, strict=True):
+            names = [name]
+            if self._subject.is_sharded:
+                names = [f"{name}-{rank}" for rank in range(ranks.size)]
+            if not is_changed:
+                linked += names if self._rank == 0 else []
+                continue
+            own = names[self._rank]
+            written[own] = self._copied(own, encode(get(), own))
+            self._stamps[name] = stamp
+        return written, linked
 
     def _big(self) -> list[tuple[str, Stamp, Callable[[], Any]]]:
         subject, updates = self._subject, self._accum.updates

@@ -16,6 +16,8 @@ from accumplug.accumulator import Accumulator
 from accumplug.options import inner
 from accumplug.sync import bucket_order, replicas, settle_buckets
 
+from . import shards
+
 State = dict[str, Any]
 Stamp = tuple[Any, ...]
 """Equal stamps: the tensors are the same ones, and nobody has written into them since."""
@@ -61,9 +63,14 @@ class Subject:
             raise RuntimeError("a model of the Checkpointer is gone; close() it before the model")
         return [model for model in models if model is not None]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the weights and moments of its own."""
+        return any(sharded.roots(model) for model in self.models)
+
     def weights(self) -> list[State]:
         """The models' state_dicts."""
-        return [bare(model).state_dict() for model in self.models]
+        return [shards.pack(bare(model).state_dict()) for model in self.models]
 
     def weights_stamp(self) -> Stamp:
         """Of the parameters. Buffers may change inside of a window, parameters don't."""
@@ -74,8 +81,9 @@ class Subject:
         """Load what `weights` gave."""
         for model, state in zip(self.models, states, strict=True):
             inner = bare(model)
-            _check_dtypes(inner, state)
-            inner.load_state_dict(state)
+            unpacked = shards.unpack(state, inner.state_dict())
+            _check_dtypes(inner, unpacked)
+            inner.load_state_dict(unpacked)
 
     def buffers(self) -> list[dict[str, Tensor]]:
         """The buffers that belong to the models' state_dicts."""
@@ -120,12 +128,12 @@ class Subject:
 
     def moments(self) -> list[Any]:
         """What the optimizers keep of each parameter."""
-        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+        return [shards.pack(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
 
     def moments_stamp(self) -> Stamp:
         """Of the tensors in `moments`."""
         return tuple(
-            (_stamp(value) if isinstance(value, Tensor) else value)
+            (_stamp(sharded.local(value)) if isinstance(value, Tensor) else value)
             for optimizer in self.optimizers
             for state in optimizer.state.values()
             if isinstance(state, dict)
@@ -170,7 +178,7 @@ class Subject:
 
     def others(self) -> State:
         """The states of the objects that were given by name."""
-        return {name: thing.state_dict() for name, thing in self.stateful.items()}
+        return {name: shards.pack(thing.state_dict()) for name, thing in self.stateful.items()}
 
     def load_others(self, states: State) -> None:
         """Load what `others` gave."""
@@ -180,7 +188,10 @@ class Subject:
                 f"{sorted(self.stateful)}; give the same ones"
             )
         for name, thing in self.stateful.items():
-            thing.load_state_dict(states[name])
+            state = shards.join([states[name]])
+            if shards.are_in(state):
+                state = shards.unpack(state, thing.state_dict())
+            thing.load_state_dict(state)
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int]:
@@ -205,10 +216,11 @@ def _check_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = shards.unpack(state, dict(enumerate(parameters)))
     optimizer.load_state_dict({**groups, "state": state})
     # torch 2.13, Optimizer._process_value_according_to_param_policy: moments are converted to
     # the parameter's dtype, which loses those in fp32 of a parameter in bf16.
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
         for key, saved in state.get(index, {}).items():
             loaded = optimizer.state[parameter].get(key)

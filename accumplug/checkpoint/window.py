@@ -10,8 +10,10 @@ from torch import Tensor
 
 from accumplug.accumulator import Accumulator
 from accumplug.batches import Feed
+from accumplug.running import named
 from accumplug.weights import Plan
 
+from . import shards
 from .order import Order
 from .subject import State, Subject
 
@@ -22,7 +24,7 @@ def take(accum: Accumulator, subject: Subject, order: Order) -> State:
     return {
         "accum": _located(accum.state_dict()),
         "scale": _located(accum._update.scale),
-        "sums": [{name: _dense(grad) for name, grad in each.items()} for each in sums],
+        "sums": [{n: shards.pack(_dense(grad)) for n, grad in each.items()} for each in sums],
         "buffers": subject.buffers(),
         "replicas": subject.replicas(reduced=accum.syncs > 0),
         "order": order.state(accum.position, accum._feed is not None),
@@ -36,7 +38,8 @@ def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> Non
     subject.load_buffers(state["buffers"])
     subject.settle_replicas(state["replicas"])
     accum.load_state_dict(_placed(state["accum"], device))
-    for model, sums in zip(subject.models, state["sums"], strict=bool(state["sums"])):
+    for model, packed in zip(subject.models, state["sums"], strict=bool(state["sums"])):
+        sums = shards.unpack(shards.join([packed]), named(model))
         accum._sum.restore(model, {name: _given(grad) for name, grad in sums.items()})
     accum._update.scale = _placed(state["scale"], device)
     if accum._scaler is not None and accum.pending:
