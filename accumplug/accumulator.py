@@ -150,6 +150,10 @@ class Accumulator:
 
             follow(self, accelerator)
 
+    def __repr__(self) -> str:
+        torn = ", torn" if self._window is not None and self._window.torn is not None else ""
+        return f"<Accumulator: {self.updates} updates, {self.pending} pending{torn}>"
+
     @property
     def steps(self) -> int:
         """Micro-batches in the next window."""

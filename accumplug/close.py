@@ -7,6 +7,7 @@ is every decision taken from it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,12 @@ def take_update(
     runs on the clipped gradient.
     """
     graded = [p for p in parameters if p.grad is not None]
+    if not graded and parameters:
+        warnings.warn(
+            f"none of the {len(parameters)} parameters that the optimizer steps has a gradient; "
+            f"was it built over the model that runs in the block?",
+            stacklevel=6,
+        )
     for optimizer in optimizers if scaler is not None else ():
         if has_gradients(optimizer):
             scaler.unscale_(optimizer)

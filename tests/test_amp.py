@@ -334,6 +334,7 @@ def test_an_optimizer_whose_parameters_were_not_used_does_not_trouble_the_scaler
     assert accum.updates == 1
 
 
+@pytest.mark.filterwarnings("ignore:none of the")
 def test_a_window_without_any_gradient_leaves_the_scaler_alone():
     """All parameters were unused: torch's scaler asserts if it is asked to update then."""
     model, other, scaler = one(), one(), scaler_of(growth_interval=1)

@@ -98,6 +98,7 @@ def test_the_norm_of_sparse_and_dense_gradients_together():
     assert float(norm) == pytest.approx(math.sqrt(1 + 4 + 4), rel=1e-15)
 
 
+@pytest.mark.filterwarnings("ignore:none of the")
 def test_a_window_without_any_gradient_moves_nothing():
     """All its parameters were unused; AdamW does not step on None."""
     model, other = network(), one()

@@ -694,3 +694,22 @@ def test_the_optimizer_s_own_state_is_not_touched_by_a_skipped_window():
         accum.backward(mean_loss(model, data([2])[0]) * float("nan"))
     assert str(optimizer.state_dict()) == before
     assert accum.skipped == 1
+
+
+def test_an_optimizer_over_another_model_is_said() -> None:
+    """It would step on nothing, window after window."""
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    accum = Accumulator(1, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="none of the 2 parameters that the optimizer steps"):
+        with accum(model):
+            accum.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_an_accumulator_says_where_it_is() -> None:
+    """In a debugger, without a look into private fields."""
+    model = nn.Linear(2, 1)
+    accum = Accumulator(3, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        with accum(model):
+            accum.backward(model(torch.ones(1, 2)).sum())
+    assert repr(accum) == "<Accumulator: 1 updates, 1 pending>"
