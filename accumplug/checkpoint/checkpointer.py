@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from accumplug.accumulator import Accumulator
 from accumplug.batches import Feed, Meeting
@@ -313,11 +313,13 @@ class Checkpointer:
                 before_forward(ddp)
 
     def _answer(self, what: str | None) -> None:
+        stops = what == "stop"  # the process may end right after, so all ranks wait for the disk
         if self._here() != self._saved_at or self._store is not None:
-            self._save()
+            self.save() if stops else self._save()
+        elif stops:
+            self.wait()
         self._pace.saved()
-        if what == "stop":
-            self._interrupted = True
+        self._interrupted = stops
 
     # -- saving and loading --------------------------------------------------------------------
 
@@ -331,8 +333,8 @@ class Checkpointer:
         self._refuse_foreign_directory()
         if (last := self.wait()) is not None:
             self._source = last
-        more = {"count": self._pace.count, "steps": self._accum.steps}
-        job = self._snapshot.take(self._source, more)
+        more: State = {"count": self._pace.count, "steps": self._accum.steps}
+        job = self._snapshot.take(self._source, more | {"noise": self._noise()})
         try:
             self._writer.submit(job)
         except RuntimeError:
@@ -359,6 +361,23 @@ class Checkpointer:
         told = [float(accum.pending), float(accum.pending) ** 2]
         total, squares = (float(n) for n in ranks.sum(told))
         self._uneven = accum.windows if squares * ranks.size != total**2 else None
+        self._load_noise(own.get("noise"))
+
+    def _noise(self) -> State | None:
+        """The noise scale so far, and what is known of the open window for it."""
+        if (probe := self._accum._probe) is None:
+            return None
+        return {"scale": probe.noise.state_dict(), "norm": probe._small, "weight": probe._weight}
+
+    def _load_noise(self, state: State | None) -> None:
+        """Go on with what `_noise` gave, if the noise scale is asked for now."""
+        if (probe := self._accum._probe) is None or state is None:
+            return
+        probe.noise.load_state_dict(state["scale"])
+        device = self._accum._sum.device
+        norm, weight = state["norm"], state["weight"]
+        probe._small = None if norm is None else norm.to(device)
+        probe._weight = weight.to(device) if isinstance(weight, Tensor) else weight
 
     @contextmanager
     def _making_workers(self, loader: Any) -> Iterator[None]:

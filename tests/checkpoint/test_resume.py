@@ -56,8 +56,9 @@ def go_on_from_each(setup: Setup, tmp_path: Path, stops: Any = range(1, 17)) -> 
         Setup(options={"tail": "carry"}),
         Setup(options={"tail": "drop"}, optimizer=momentum),
         Setup(weigh=True),
+        Setup(fp16=True, noise=True),
     ],
-    ids=["AdamW", "momentum and fp16", "carry", "drop", "weigh"],
+    ids=["AdamW", "momentum and fp16", "carry", "drop", "weigh", "noise scale"],
 )
 def test_each_micro_batch_of_two_passes_is_a_place_to_go_on_from(
     setup: Setup, tmp_path: Path

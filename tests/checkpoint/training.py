@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accumplug import Accumulator
+from accumplug import Accumulator, NoiseScale
 from accumplug.checkpoint.checkpointer import Checkpointer
 
 SAMPLES = 23
@@ -119,6 +119,7 @@ class Setup:
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     fp16: bool = False
     weigh: bool = False
+    noise: bool = False
     wrap: Callable[[Any], Any] = lambda loader: loader
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -146,6 +147,8 @@ class Run:
             max_grad_norm=1.0,
             **setup.options,
         )
+        if setup.noise:
+            self.accum.noise_scale = NoiseScale()
         self.seen: list[Any] = []
         """Inputs and loss of each micro-batch."""
         self.windows: list[Any] = []
@@ -189,6 +192,7 @@ class Run:
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "counters": [accum.windows, accum.updates, accum.skipped, accum.micro_batches],
+            "noise": None if accum.noise_scale is None else accum.noise_scale.state_dict(),
             "place": [accum.epoch, accum.position, accum.pending],
             "random": [
                 torch.get_rng_state(),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accumplug import Accumulator, Checkpointer
+from accumplug.checkpoint.format import list_checkpoints
 
 STEPS = 3
 
@@ -184,3 +186,14 @@ def part(
         run.train(checkpoint, **training)
         paths = [checkpoint.save() for _ in range(saves)]
         return Told(run.state(), run.seen, checkpoint.interrupted, paths, passed)
+
+
+def found_when_interrupted(rank: int, directory: Path) -> list[str]:
+    """The checkpoints that a rank finds when a signal to rank 1 has ended its pass. Rank 0, which
+    makes them whole, has a slow disk."""
+    run, fsync = Run(rank, Setup(), 1), os.fsync
+    slow = mock.patch.object(os, "fsync", lambda file: (time.sleep(0.3 * (rank == 0)), fsync(file)))
+    options = {"model": run.model, "loader": run.loader, "signals": (signal.SIGUSR1,)}
+    with slow, Checkpointer(directory, run.accum, **options) as checkpoint:
+        run.train(checkpoint, signal_at=(1, 2))
+        return [path.name for path in list_checkpoints(directory)]

@@ -13,7 +13,7 @@ import pytest
 
 from accumplug.checkpoint.format import list_checkpoints
 
-from .checkpointing import Setup, Told, part
+from .checkpointing import Setup, Told, found_when_interrupted, part
 from .harness import Ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
@@ -112,6 +112,15 @@ def test_a_signal_to_one_rank_stops_all_of_them_at_one_micro_batch(
     assert signal_at[1] <= max(counts) <= signal_at[1] + 3
     rest = ranks.run(world, part, setup, tmp_path, seed=55, resume=True)
     assert_same(quiet, rest, "after the signal")
+
+
+def test_no_rank_is_interrupted_before_the_checkpoint_is_whole(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """A launcher ends the other ranks when one has exited, and rank 0 may still be writing."""
+    first, second = ranks.run(2, found_when_interrupted, tmp_path)
+    assert first == second == [path.name for path in list_checkpoints(tmp_path)]
+    assert len(first) == 1
 
 
 @pytest.mark.xfail(reason="now and then, on a loaded machine, the ranks wait for each other")
