@@ -700,9 +700,9 @@ def test_an_optimizer_over_another_model_is_said() -> None:
     """It would step on nothing, window after window."""
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     accum = Accumulator(1, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.warns(UserWarning, match="none of the 2 parameters that the optimizer steps"):
-        with accum(model):
-            accum.backward(model(torch.ones(1, 2)).sum())
+    said = pytest.warns(UserWarning, match="none of the 2 parameters that the optimizer steps")
+    with said, accum(model):
+        accum.backward(model(torch.ones(1, 2)).sum())
 
 
 def test_an_accumulator_says_where_it_is() -> None:
