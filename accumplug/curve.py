@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -15,6 +16,7 @@ __all__ = ["Curve", "CurveRow"]
 
 SCHEMA = "accum-curve.v1"
 SATURATED = 0.95
+SCATTER = 0.1  # a share above 1, or one that falls with the batch, by more than this is noise
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,14 @@ class Curve:
         """What the curve means: where it saturates, what an update costs, which batch pays."""
         first, last = self.rows[0], self.rows[-1]
         reached = next((row for row in self.rows if row.share_of_limit >= SATURATED), None)
-        if reached is not None:
+        shares = [row.share_of_limit for row in self.rows]
+        falls = any(b < a - SCATTER for a, b in itertools.combinations(shares, 2))
+        if falls or max(shares) > 1 + SCATTER:
+            where = (
+                "The times scatter too much to say where samples per second saturate: let the "
+                "machine rest, or measure more micro-batches (--num-steps)"
+            )
+        elif reached is not None:
             where = (
                 f"Samples per second reach {reached.share_of_limit:.0%} of the limit "
                 f"({self.limit_samples_per_sec:,.0f} per second) at an effective batch of "

@@ -57,13 +57,16 @@ class NoiseEstimate:
 
     def sentence(self, effective_batch: float, unit: str = "items") -> str:
         """Say in one sentence what the estimate means for this effective batch."""
-        if self.value is None:
+        unbounded = not math.isfinite(self.high)
+        if self.value is None or (unbounded and self.low == 0):
+            above = f" (above {_short(self.low)} {unit})" if self.low > 0 else ""
             return (
-                f"Gradient noise scale: not known after {self.windows} windows (above "
-                f"{_short(self.low)} {unit}); it needs more windows, or larger ones."
+                f"Gradient noise scale: not known after {self.windows} windows{above}; it needs "
+                "more windows, or larger ones."
             )
-        upper = _short(self.high) if math.isfinite(self.high) else "no upper end"
-        known = f"{_short(self.value)} {unit} (95 % between {_short(self.low)} and {upper})"
+        low, high = _short(self.low), _short(self.high)
+        interval = f"95 %: above {low}" if unbounded else f"95 % between {low} and {high}"
+        known = f"{_short(self.value)} {unit} ({interval})"
         meaning = {
             "below": "below it: a larger batch still saves updates",
             "near": "near it: a larger batch saves few updates more",

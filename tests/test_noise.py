@@ -172,7 +172,16 @@ def test_a_wide_interval_is_called_unclear():
     unknown = NoiseEstimate(None, 10.0, math.inf, -1.0, 100.0, 5)
     assert unknown.compare(1) == "below"
     assert unknown.compare(100) == "unclear"
-    assert "not known after 5 windows" in unknown.sentence(100)
+    assert "not known after 5 windows (above 10 items)" in unknown.sentence(100)
+
+
+def test_an_interval_without_an_end_is_said_in_words():
+    """Open above: the lower end alone. Open on both sides: nothing is known, value or not."""
+    above = NoiseEstimate(100.0, 10.0, math.inf, 1.0, 100.0, 5)
+    assert "100 tokens (95 %: above 10), an estimate" in above.sentence(20, "tokens")
+    for value in (100.0, None):
+        nothing = NoiseEstimate(value, 0.0, math.inf, 1.0, 100.0, 2).sentence(20)
+        assert nothing.startswith("Gradient noise scale: not known after 2 windows; it needs more")
 
 
 @pytest.mark.parametrize("weights", [(4, 4, 4, 4), (2, 6, 3, 5)])

@@ -254,6 +254,16 @@ def test_the_sentence_says_where_it_saturates_and_what_an_update_costs():
     assert "a batch of 64 items is below it" in known.sentence
 
 
+@pytest.mark.parametrize("shares", [(0.5, 1.63, 0.9), (0.5, 0.96, 0.8), (0.5, 1.3)])
+def test_times_that_scatter_are_said_to(shares):
+    """Faster than the limit, or slower with a larger batch: no answer is read from that."""
+    curve = Curve(tuple(row(4**n, share) for n, share in enumerate(shares)), "cpu", "resident")
+    assert curve.sentence.startswith("The times scatter too much to say where")
+    assert "--num-steps" in curve.sentence
+    assert "reach" not in curve.sentence
+    assert "An update costs" in curve.sentence
+
+
 def test_the_table_has_a_line_for_each_row():
     """What is read on the terminal holds the numbers of the rows."""
     head, *lines = Curve((row(1, 0.5), row(8, 0.96)), "cpu", "resident").table().splitlines()
