@@ -7,7 +7,10 @@ import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+AGAIN = 75  # EX_TEMPFAIL of sysexits.h
+"""The exit code of a run that a signal has ended, and that the same command goes on with."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -44,10 +47,44 @@ def training_options(description: str | None, output_dir: str) -> OneLineParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the data's order")
     parser.add_argument("--output-dir", type=Path, default=Path(output_dir))
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive,
+        metavar="N",
+        help="save every N micro-batches into checkpoints/ of the output directory, and end with "
+        f"exit code {AGAIN} after a save if SIGTERM or SIGUSR1 comes",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint if there is one; signals save the run as well",
+    )
     for package in ("tqdm", "matplotlib"):
         if find_spec(package) is None:
             parser.error(f"needs {package}: pip install 'accumplug[recipes]'")
     return parser
+
+
+class Settings:
+    """Options that a run has to keep when it goes on, for a Checkpointer to save and compare."""
+
+    def __init__(self, args: argparse.Namespace, characters: int) -> None:
+        names = ("effective_batch", "micro_batch", "mixed_precision", "seed")
+        self.options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+        self.options["number of characters"] = characters
+
+    def state_dict(self) -> dict[str, Any]:
+        """What they are."""
+        return self.options
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if another one was saved."""
+        for name, here in self.options.items():
+            if state[name] != here:
+                raise ValueError(
+                    f"the checkpoint is of a run whose {name} is {state[name]}, and here it is "
+                    f"{here}; keep it, or give another --output-dir"
+                )
 
 
 def positive(text: str) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import math
 import os
+import signal
+import sys
 from importlib.util import find_spec
 
 import torch
@@ -20,27 +22,30 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, gather_object, parse_flag_from_env
 from corpus import collate, cut, deal, hold_out, number_characters, read_documents
 from machines import learn_rank_from_launcher
-from metrics import append, describe
+from metrics import append, describe, open_log, place
 from model import LanguageModel, nats
-from options import training_options, warm_up_and_decay
+from options import AGAIN, Settings, training_options, warm_up_and_decay
 from safetensors.torch import save_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accumplug import Accumulator, NoiseScale, plan
+from accumplug import Accumulator, Checkpointer, NoiseScale, plan
 from accumplug.report import report
 
 LENGTH = 128  # characters in a sequence
 LEARNING_RATE = 5e-3  # the peak
 
 
-def main() -> None:
+def main() -> int:
     parser = training_options(__doc__, output_dir="runs/train")
     parser.add_argument("--track", choices=["tensorboard", "wandb", "trackio"])
     parser.set_defaults(mixed_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     args = parser.parse_args()
+    checkpoints = args.output_dir / "checkpoints"
+    if args.checkpoint_every and not args.resume and checkpoints.exists():
+        parser.error(f"{checkpoints} is of an earlier run; go on from it by --resume, or remove it")
     if args.track and find_spec(args.track) is None:
         parser.error(f"--track {args.track} needs a package: pip install {args.track}")
 
@@ -102,6 +107,24 @@ def main() -> None:
     if args.noise_scale:
         accum.noise_scale = NoiseScale()
 
+    # The checkpoints, if asked for: at any micro-batch, and when a signal says that time is up.
+    checkpoint = None
+    if args.checkpoint_every or args.resume:
+        checkpoint = Checkpointer(
+            checkpoints,
+            accum,
+            model=model,
+            loader=loader,
+            every=args.checkpoint_every,
+            signals=(signal.SIGTERM, signal.SIGUSR1),
+            settings=Settings(args, sum(map(len, documents))),
+        )
+    if args.resume:
+        try:
+            checkpoint.resume()
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
+
     accelerator.print(
         f"{world_size} rank(s) on {accelerator.device.type}, precision {args.mixed_precision}; "
         f"{world_size} x {args.micro_batch} sequences x {steps} micro-batches = "
@@ -110,47 +133,59 @@ def main() -> None:
         f"train on, {sum(map(len, held_out_documents))} of {len(held_out_documents)} held out; "
         f"{sum(p.numel() for p in model.parameters())} parameters"
     )
+    if accum.micro_batches:
+        accelerator.print("going on", place(accum))
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if args.track:
         settings = {name: str(value) for name, value in vars(args).items()}
         accelerator.init_trackers("accumplug", config=settings)
-    log = open(args.output_dir / "metrics.jsonl" if rank == 0 else os.devnull, "w")  # noqa: SIM115
-    progress = tqdm(total=args.max_updates, unit="window", disable=rank != 0)
+    log = open(os.devnull, "w")  # noqa: SIM115
+    if rank == 0:
+        log = open_log(args.output_dir / "metrics.jsonl", accum, scheduler)
+    progress = tqdm(total=args.max_updates, initial=accum.updates, unit="window", disable=rank != 0)
 
     # The loop. Each window's gradient is the mean over all its characters on all ranks.
     while accum.updates < args.max_updates:
         for inputs, targets, characters in accum.batches(loader):
-            lr = scheduler.get_last_lr()[0]
             with accum(model, weight=characters) as micro:
                 with autocast():
                     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
                 accum.backward(loss)
             if not micro.closes:
                 continue
-            line = describe(accum, lr)
+            line = describe(accum, scheduler)
             append(log, line)
             accelerator.log(line, step=accum.windows)
             progress.set_postfix(loss=line["loss"], skipped=accum.skipped, refresh=False)
             progress.update(accum.updates - progress.n)
             if accum.updates == args.max_updates:
                 break
-
-    # The result, in full precision. Each held-out sequence is scored by one rank.
+        if checkpoint is not None and checkpoint.interrupted:
+            break
     progress.close()
     log.close()
-    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    share = deal(held_out, args.micro_batch, rank, world_size)
-    scores = gather_object(nats(plain, share))
-    held_out_loss = math.fsum(scores) / sum(map(len, held_out_documents))
-    accelerator.log({"held_out_loss": held_out_loss}, step=accum.windows)
-    if rank == 0:
-        save_file(plain.state_dict(), args.output_dir / "model.safetensors")
-        print(report(args.output_dir / "metrics.jsonl"))
-        print(f"held-out loss {held_out_loss:.4f} nats per character")
-    model = micro = None  # a DistributedDataParallel that outlives its process group may hang
+    if checkpoint is not None:
+        checkpoint.close()
+
+    # The result, in full precision. Each held-out sequence is scored by one rank.
+    interrupted = checkpoint is not None and checkpoint.interrupted
+    if interrupted:
+        accelerator.print("saved", place(accum) + "; to go on: the same command, with --resume")
+    else:
+        plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        share = deal(held_out, args.micro_batch, rank, world_size)
+        scores = gather_object(nats(plain, share))
+        held_out_loss = math.fsum(scores) / sum(map(len, held_out_documents))
+        accelerator.log({"held_out_loss": held_out_loss}, step=accum.windows)
+        if rank == 0:
+            save_file(plain.state_dict(), args.output_dir / "model.safetensors")
+            print(report(args.output_dir / "metrics.jsonl"))
+            print(f"held-out loss {held_out_loss:.4f} nats per character")
+    model = plain = micro = None  # a DDP module that outlives its process group may hang
     accelerator.free_memory()
     accelerator.end_training()
+    return AGAIN if interrupted else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

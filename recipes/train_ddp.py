@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import sys
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import RankBatches, collate, cut, deal, hold_out, number_characters, read_documents
-from metrics import append, describe
+from metrics import append, describe, open_log, place
 from model import LanguageModel, nats
-from options import training_options, warm_up_and_decay
+from options import AGAIN, Settings, training_options, warm_up_and_decay
 from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -26,16 +28,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accumplug import Accumulator, NoiseScale, plan
+from accumplug import Accumulator, Checkpointer, NoiseScale, plan
 from accumplug.report import report
 
 LENGTH = 128  # characters in a sequence
 LEARNING_RATE = 5e-3  # the peak
 
 
-def main() -> None:
+def main() -> int:
     parser = training_options(__doc__, output_dir="runs/train_ddp")
     args = parser.parse_args()
+    checkpoints = args.output_dir / "checkpoints"
+    if args.checkpoint_every and not args.resume and checkpoints.exists():
+        parser.error(f"{checkpoints} is of an earlier run; go on from it by --resume, or remove it")
 
     # The ranks: one process, or those that torchrun started.
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -80,38 +85,67 @@ def main() -> None:
     if args.noise_scale:
         accum.noise_scale = NoiseScale()
 
+    # The checkpoints, if asked for: at any micro-batch, and when a signal says that time is up.
+    checkpoint = None
+    if args.checkpoint_every or args.resume:
+        checkpoint = Checkpointer(
+            checkpoints,
+            accum,
+            model=model,
+            loader=loader,
+            every=args.checkpoint_every,
+            signals=(signal.SIGTERM, signal.SIGUSR1),
+            settings=Settings(args, sum(map(len, documents))),
+        )
+    if args.resume:
+        try:
+            checkpoint.resume()
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
+
     if rank == 0:
         print(
             f"{world_size} rank(s) on {device.type}, precision {args.mixed_precision}; "
             f"{world_size} x {args.micro_batch} sequences x {steps} micro-batches = "
             f"effective batch {args.effective_batch}"
         )
+        if accum.micro_batches:
+            print("going on", place(accum))
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    log = open(args.output_dir / "metrics.jsonl" if rank == 0 else os.devnull, "w")  # noqa: SIM115
-    progress = tqdm(total=args.max_updates, unit="window", disable=rank != 0)
+    log = open(os.devnull, "w")  # noqa: SIM115
+    if rank == 0:
+        log = open_log(args.output_dir / "metrics.jsonl", accum, scheduler)
+    progress = tqdm(total=args.max_updates, initial=accum.updates, unit="window", disable=rank != 0)
 
     # The loop. Each window's gradient is the mean over all its characters on all ranks.
     while accum.updates < args.max_updates:
         order.set_epoch(accum.epoch)
         for inputs, targets, characters in accum.batches(loader):
             inputs, targets = inputs.to(device), targets.to(device)
-            lr = scheduler.get_last_lr()[0]
             with accum(model, weight=characters) as micro:
                 with torch.autocast(device.type, half, enabled=half is not None):
                     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
                 accum.backward(loss)
             if not micro.closes:
                 continue
-            line = describe(accum, lr)
+            line = describe(accum, scheduler)
             append(log, line)
             progress.set_postfix(loss=line["loss"], skipped=accum.skipped, refresh=False)
             progress.update(accum.updates - progress.n)
             if accum.updates == args.max_updates:
                 break
-
-    # The result, in full precision. Each held-out sequence is scored by one rank.
+        if checkpoint is not None and checkpoint.interrupted:
+            break
     progress.close()
     log.close()
+    if checkpoint is not None:
+        checkpoint.close()
+        if checkpoint.interrupted:
+            if rank == 0:
+                print("saved", place(accum) + "; to go on: the same command, with --resume")
+            return AGAIN
+
+    # The result, in full precision. Each held-out sequence is scored by one rank.
     share = deal(held_out, args.micro_batch, rank, world_size)
     scores = [nats(plain, share)] * world_size
     if world_size > 1:
@@ -122,9 +156,11 @@ def main() -> None:
         save_file(plain.state_dict(), args.output_dir / "model.safetensors")
         print(report(args.output_dir / "metrics.jsonl"))
         print(f"held-out loss {held_out_loss:.4f} nats per character")
+    return 0
 
 
 if __name__ == "__main__":
-    main()  # the model is gone when it returns, and must be before its process group
+    code = main()  # the model is gone when it returns, and must be before its process group
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.exit(code)
