@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accumplug.accumulator import Accumulator
-from accumplug.sharded import roots
 from accumplug.sync import has_sparse_gradients, replicas
 
+from . import shards
 from .merge import Old, Share, merge, plan_of
 from .subject import State, Subject
 
@@ -34,7 +34,6 @@ def take_over(states: Sequence[State], accum: Accumulator, subject: Subject) -> 
     """
     rank, size = accum._ranks.rank, accum._ranks.size
     olds = [Old(state) for state in states]
-    _refuse_shards(subject, len(olds), size)
     steps = _steps(olds, accum, size)
     share = Share.of(olds, rank, size, steps)
     if share.done:
@@ -50,13 +49,15 @@ def take_over(states: Sequence[State], accum: Accumulator, subject: Subject) -> 
         alive = None if plan is None else float(sum(left > 0 for left in share.lefts))
         feed = {"alive": alive, "plan": plan}
     window, sums = merge(olds, share, accum._options.sync == "every")
+    if share.done and subject.is_sharded:
+        sums = shards.deal([old.state["sums"] for old in olds if old.index], sums)
     return {
         **own,
         "accum": counters | window,
         "scale": next((s["scale"] for s in states if s["scale"] is not None), None),
         "sums": sums,
         "replicas": _replicas(own, subject, share.done > 0),
-        "order": _order(olds, share, counters["position"]),
+        "order": _order(olds, share, counters["position"], accum._options.tail == "carry"),
         "feed": feed,
         "count": min(old.state["count"] - old.index for old in olds) + share.index,
     }
@@ -92,6 +93,12 @@ def _refuse_uneven(share: Share, olds: Sequence[Old], accum: Accumulator, subjec
             f"that are left of the open window; start {_ranks(len(olds))} until it is full, or a "
             f'number of ranks that divides {left} (without weigh=), or set sync="last"'
         )
+    if subject.is_sharded and left % size:
+        raise ValueError(
+            f"under fully_shard all ranks run the same number of micro-batches, and {left} are "
+            f"left of the open window; start {_ranks(len(olds))} until it is full, or a number of "
+            f"ranks that divides {left}"
+        )
     if min(share.lefts) > 0:
         return
     sparse = any(has_sparse_gradients(ddp) for m in subject.models for ddp in replicas(m))
@@ -104,14 +111,6 @@ def _refuse_uneven(share: Share, olds: Sequence[Old], accum: Accumulator, subjec
         )
 
 
-def _refuse_shards(subject: Subject, saved: int, size: int) -> None:
-    if any(roots(model) for model in subject.models):
-        raise ValueError(
-            f"the checkpoint was saved on {_ranks(saved)} and this run has {size}; a fully_shard "
-            f"model goes on from its own number of ranks only, so start {saved}"
-        )
-
-
 def _replicas(own: State, subject: Subject, is_open: bool) -> list[State]:
     """Inside of a window the buffers have been broadcast; the buckets are those that were found."""
     orders = [state["buckets"] for state in own["replicas"]]
@@ -120,8 +119,11 @@ def _replicas(own: State, subject: Subject, is_open: bool) -> list[State]:
     return [{"awaits_buffers": not is_open, "buckets": order} for order in orders[:count]]
 
 
-def _order(olds: Sequence[Old], share: Share, position: int) -> State:
-    """The place in the data of this rank, which has been handed `position` items before."""
+def _order(olds: Sequence[Old], share: Share, position: int, carries: bool) -> State:
+    """The place in the data of this rank, which has been handed `position` items before.
+
+    `carries`: the next pass goes on with a window that this one leaves open.
+    """
     own: State = dict(olds[share.rank % len(olds)].state["order"])
     if own["protocol"] is not None or any(
         start["protocol"] is not None for start in own["starts"].values()
@@ -135,8 +137,8 @@ def _order(olds: Sequence[Old], share: Share, position: int) -> State:
     if started is None or all(order["ended"] for order in orders):
         return own
     deal = started["deal"]
-    made = [*deal["made"], {"taken": [old.taken for old in olds], "lefts": share.lefts}]
-    deal = {**deal, "world": deal["world"] or len(olds), "made": made}
+    new = {"taken": [old.taken for old in olds], "lefts": share.lefts, "carries": carries}
+    deal = {**deal, "world": deal["world"] or len(olds), "made": [*deal["made"], new]}
     start = {**started, "deal": {**deal, "rank": share.rank, "base": position}, "states": None}
     return {**own, "start": start, "ended": False, "starts": {}, "made": 0}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from accumplug.window import Window
 
 from .redeal import spread, turn
+from .shards import is_piece
 from .subject import State
 from .window import _dense, _given
 
@@ -82,8 +83,9 @@ def plan_of(olds: Sequence[Old], share: Share) -> State | None:
     plan = next((old.plan for old in olds if old.plan), None)
     if plan is None or not share.done:
         return None
+    none = [0] * len(olds)
     left = sorted(
-        (turn(old.deal["made"][-1]["lefts"][r] if old.deal["made"] else 0, r, old.taken + i), r, i)
+        (turn(old.deal["made"][-1]["lefts"] if old.deal["made"] else none, r, old.taken + i), r, i)
         for r, old in enumerate(olds)
         for i in range(old.left)
     )
@@ -146,6 +148,8 @@ def _sums(mine: Sequence[Old], divisor: Any) -> list[Any]:
             if index == len(models):
                 models.append({})
             for name, grad in sums.items():
+                if is_piece(grad):
+                    continue  # the same for all ranks, see shards.deal
                 models[index][name] = _added(models[index].get(name), grad, factor)
     return models
 

@@ -63,29 +63,33 @@ def rest(described: State, world: int, deals: list[State], loader: Any) -> list[
     lefts = [0] * world
     for deal in deals:
         places = sorted(
-            (turn(lefts[rank], rank, index), rank, index)
+            (turn(lefts, rank, index), rank, index)
             for rank, own in enumerate(dealt)
             for index in range(deal["taken"][rank], len(own))
         )
         lefts = deal["lefts"]
+        _refuse_carried(deal, len(places))
         dealt = spread([dealt[rank][index] for _, rank, index in places], lefts)
     _refuse_other_loader(described, loader)
     return dealt
 
 
-def turn(left: int, rank: int, index: int) -> tuple[bool, int, int]:
+def turn(lefts: list[int], rank: int, index: int) -> tuple[bool, int, int]:
     """What sorts the micro-batches of all ranks: when micro-batch `index` of a rank has its turn.
 
-    `left`: how many it had to run until the window was full that was open when they were dealt.
+    `lefts`: how many each rank had to run in the window that was open when they were dealt. Who
+    has fewer begins later, so that all run their last one in the same round.
     """
-    return (False, index, rank) if index < left else (True, index - left, rank)
+    late = max(lefts) - lefts[rank]
+    return index >= lefts[rank], index + late if index < lefts[rank] else index - lefts[rank], rank
 
 
 def spread(items: Iterable[T], lefts: list[int]) -> list[list[T]]:
     """`items` by rank: `lefts[rank]` to fill the open window, then by turns."""
     dealt: list[list[T]] = [[] for _ in lefts]
-    first = [r for i in range(max(lefts)) for r, left in enumerate(lefts) if i < left]
-    for item, rank in zip(items, chain(first, cycle(range(len(lefts)))), strict=False):
+    first = sorted(turn(lefts, rank, i) for rank, left in enumerate(lefts) for i in range(left))
+    ranks = chain((rank for _, _, rank in first), cycle(range(len(lefts))))
+    for item, rank in zip(items, ranks, strict=False):
         dealt[rank].append(item)
     return dealt
 
@@ -237,6 +241,16 @@ def _sharded(batches: BatchSampler, world: int, even: bool) -> list[Batches]:
     return [
         list(BatchSamplerShard(batches, world, rank, even_batches=even)) for rank in range(world)
     ]
+
+
+def _refuse_carried(deal: State, count: int) -> None:
+    """A rank whose part of the window is full closes it; it can't wait for the next pass."""
+    left, ranks = sum(deal["lefts"]), len(deal["lefts"])
+    if deal["carries"] and ranks > 1 and left - ranks < count < left:
+        raise ValueError(
+            f'tail="carry" takes the last {left - count} micro-batches of the open window from '
+            f"the next pass, too few for {ranks} ranks; start at most {left - count}"
+        )
 
 
 def _refuse_other_loader(described: State, loader: Any) -> None:

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.format import list_checkpoints, open_checkpoint
+from accumplug.checkpoint.format import list_checkpoints, open_checkpoint, read_part
+from accumplug.checkpoint.redeal import lent
 
 from .harness import Ranks
 from .reference import Gradients, errors, grads
@@ -31,14 +32,18 @@ TOTAL = 6
 class Setup:
     """How a run is built; the same on any number of ranks."""
 
-    steps: int | None = None
-    size: int = 2
+    total: int = TOTAL
+    """Micro-batches of a window on all ranks."""
     samples: int = SAMPLES
-    workers: int = 0
     weighted: bool = True
     """By tokens; else each micro-batch counts alike."""
     weigh: bool = False
+    generator: bool = False
+    """The loader has a generator of its own."""
+    buffers: bool = False
+    """The model counts its forwards in a buffer."""
     epochs: int = 2
+    loader: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -61,13 +66,16 @@ class Tokens(Dataset[Any]):
 class Net(nn.Module):
     """A head that only some samples use, and one that none does."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
+        self.calls = nn.Buffer(torch.zeros(())) if buffers else None
         self.body = nn.Linear(3, 4)
         self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
 
     def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        if self.calls is not None:
+            self.calls += 1
         hidden = self.body(x).tanh()
         result: Tensor = self.heads[0](hidden)
         rare = numbers % 7 == 0
@@ -99,9 +107,12 @@ def loader_of(rank: int, world: int, setup: Setup) -> tuple[Any, Any]:
     data, sampler = Tokens(setup.samples), None
     if world > 1:
         sampler = DistributedSampler(data, world, rank, seed=3, **setup.sampler)
-    return DataLoader(
-        data, setup.size, shuffle=sampler is None, sampler=sampler, num_workers=setup.workers
-    ), sampler
+    shuffle = sampler is None and setup.sampler.get("shuffle", True)
+    generator = torch.Generator().manual_seed(5) if setup.generator else None
+    loader = DataLoader(
+        data, 2, shuffle=shuffle, sampler=sampler, generator=generator, **setup.loader
+    )
+    return loader, sampler
 
 
 def part(
@@ -116,12 +127,12 @@ def part(
     """Run on this rank, from the newest checkpoint on if `resume`, for `until` micro-batches."""
     torch.manual_seed(55 if resume else 1)
     loader, sampler = loader_of(rank, world, setup)
-    net = Net()
+    net = Net(setup.buffers)
     model: nn.Module = net
     if world > 1:
         model = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    accum = Accumulator(setup.steps or TOTAL // world, optimizer=optimizer, **setup.options)
+    accum = Accumulator(setup.total // world, optimizer=optimizer, **setup.options)
     told = Told([[] for _ in range(setup.epochs)], [[] for _ in range(setup.epochs)])
     accum.on_update(lambda: told.gradients[accum.epoch].append(grads(net)))
     weigh = {"weigh": lambda batch: batch[3].sum().item()} if setup.weigh else {}
@@ -186,36 +197,65 @@ def far(actual: Iterable[Gradients], expected: Iterable[Gradients]) -> float:
     return errors(actual, expected) if actual or expected else 0.0
 
 
-def position(checkpoint: Path) -> dict[str, int]:
-    return open_checkpoint(checkpoint).manifest.position
+@dataclass
+class Quiet:
+    """A run that went on, and what plain torch makes of its windows."""
+
+    world: int
+    setup: Setup
+    told: list[Told]
+    expected: list[list[Gradients]]
+    saved: list[Path]
 
 
-def check(
-    ranks: Ranks, world: int, other: int, setup: Setup, tmp_path: Path, pick: slice = slice(None)
+def run(ranks: Ranks, world: int, setup: Setup, tmp_path: Path) -> Quiet:
+    """A run on `world` ranks that saves at each micro-batch."""
+    directory = tmp_path / "all"
+    told = ranks.run(world, part, world, setup, directory, every=1, keep=99, timeout=60)
+    expected = told[0].gradients
+    if "tail" not in setup.options:
+        in_torch = in_plain_torch(told, setup, setup.total // world)
+        assert far(chain(*expected), chain(*in_torch)) <= 1e-12
+    return Quiet(world, setup, told, expected, list_checkpoints(directory))
+
+
+def compare(quiet: Quiet, checkpoint: Path, rest: list[Told]) -> None:
+    """The rest of a run that went on from `checkpoint` is that of the quiet one."""
+    opened, setup = open_checkpoint(checkpoint), quiet.setup
+    at, epoch = opened.manifest.position, opened.manifest.position["epoch"]
+    before = at["update"] - sum(map(len, quiet.expected[:epoch]))
+    for one in rest:
+        error = far(one.gradients[epoch], quiet.expected[epoch][before:])
+        assert error <= 1e-12, checkpoint.name
+    assert samples(rest, epoch) <= samples(quiet.told, epoch)
+    olds = [read_part(opened, f"rank-{r}")["accum"] for r in range(opened.manifest.world_size)]
+    here = [[batch for passed in one.seen for batch in passed] for one in rest]
+    positions = sum(old["position"] for old in olds)
+    assert positions + sum(len(one.seen[epoch]) for one in rest) == items(quiet.told, epoch)
+    counts = [old["micro_batches"] for old in olds]
+    assert sum(one.micro_batches for one in rest) == sum(counts) + sum(map(len, here))
+    for later in range(epoch + 1, setup.epochs):
+        lost = setup.samples - len(samples(rest, later))
+        assert lost <= (2 * len(rest) if "drop_last" in str(setup) else 0)
+
+
+def items(told: list[Told], epoch: int) -> int:
+    return sum(len(one.seen[epoch]) for one in told)
+
+
+def go_on(
+    ranks: Ranks, quiet: Quiet, world: int, tmp_path: Path, pick: slice = slice(None)
 ) -> None:
-    """Go on from each checkpoint of a run on `world` ranks, and compare with the run itself."""
-    quiet: list[Told] = ranks.run(
-        world, part, world, setup, tmp_path / "all", every=1, keep=99, timeout=60
-    )
-    expected = in_plain_torch(quiet, setup, setup.steps or TOTAL // world)
-    assert far(chain(*quiet[0].gradients), chain(*expected)) <= 1e-12
-    saved = list_checkpoints(tmp_path / "all")[pick]
+    """Go on with `quiet` on `world` ranks from each of its checkpoints, and compare."""
+    saved = quiet.saved[pick]
     places = [only(checkpoint, tmp_path) for checkpoint in saved]
-    told = ranks.run(other, rests, other, setup, places, timeout=60)
+    told = ranks.run(world, rests, world, quiet.setup, places, timeout=60)
     for index, checkpoint in enumerate(saved):
         rest = [one[index] for one in told]
-        at = position(checkpoint)
-        epoch = at["epoch"]
-        before = at["update"] - sum(map(len, expected[:epoch]))
-        for one in rest:
-            error = far(one.gradients[epoch], expected[epoch][before:])
-            assert error <= 1e-12, checkpoint.name
-        seen = samples(quiet, epoch, at["position"]) + samples(rest, epoch)
-        assert seen == samples(quiet, epoch), checkpoint.name
-        for later in range(epoch + 1, setup.epochs):
-            assert samples(rest, later).keys() == samples(quiet, later).keys()
-        counted = sum(one.micro_batches for one in rest) - sum(len(b) for r in rest for b in r.seen)
-        assert counted == world * at["micro_batch"]
+        compare(quiet, checkpoint, rest)
+        at = open_checkpoint(checkpoint).manifest.position
+        seen = samples(quiet.told, at["epoch"], at["position"]) + samples(rest, at["epoch"])
+        assert seen == samples(quiet.told, at["epoch"]), checkpoint.name
 
 
 @pytest.mark.parametrize("other", [1, 2, 3])
@@ -225,4 +265,60 @@ def test_each_update_is_that_of_the_run_that_went_on(
 ) -> None:
     """From each micro-batch on: plain loaders and DistributedSamplers, tails, parameters that are
     used now and then, tokens as weights, AdamW."""
-    check(ranks, world, other, Setup(), tmp_path)
+    go_on(ranks, run(ranks, world, Setup(), tmp_path), other, tmp_path)
+
+
+@pytest.mark.parametrize("worlds", [(2, 3, 1), (1, 2, 2), (3, 2, 3), (1, 3, 2)])
+def test_ranks_may_change_again_in_the_same_pass(
+    ranks: Ranks, worlds: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Also within the same window; and an ordinary resume after it."""
+    quiet = run(ranks, worlds[0], Setup(epochs=1), tmp_path)
+    for first in quiet.saved[::3]:
+        directory = only(first, tmp_path)
+        options = {"resume": True, "every": 1, "keep": 99, "timeout": 60}
+        told = ranks.run(worlds[1], part, worlds[1], quiet.setup, directory, **options)
+        compare(quiet, first, told)
+        later = [path for path in list_checkpoints(directory) if path.name != first.name]
+        assert len(later) >= len(told[-1].seen[0])
+        places = [only(checkpoint, tmp_path, f"again {first.name}") for checkpoint in later]
+        again = ranks.run(worlds[2], rests, worlds[2], quiet.setup, places, timeout=60)
+        for index, checkpoint in enumerate(later):
+            compare(quiet, checkpoint, [one[index] for one in again])
+
+
+SETUPS = {
+    "micro-batches count alike": Setup(weighted=False),
+    "no shuffling": Setup(sampler={"shuffle": False}),
+    "drop_last in the sampler": Setup(sampler={"drop_last": True}),
+    "drop_last in the loader": Setup(loader={"drop_last": True}),
+    "a generator of the loader's": Setup(generator=True),
+    "dropped tail": Setup(options={"tail": "drop"}),
+    "carried tail": Setup(options={"tail": "carry"}),
+    "skipping": Setup(options={"nonfinite": "skip_micro_batch"}),
+    "weighed ahead": Setup(weigh=True),
+    "buffers": Setup(buffers=True),
+}
+
+
+@pytest.mark.parametrize("worlds", [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+def test_each_kind_of_run_goes_on_with_other_ranks(
+    ranks: Ranks, setup: Setup, worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    quiet = run(ranks, worlds[0], setup, tmp_path)
+    go_on(ranks, quiet, worlds[1], tmp_path)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_are_handed_the_micro_batches_that_were_dealt(persistent: bool) -> None:
+    """In one pass; in the next one the loader has its own again."""
+    data = [torch.tensor(i) for i in range(8)]
+    loader = DataLoader(data, 2, num_workers=2, persistent_workers=persistent)  # type: ignore[arg-type]
+    with lent(loader, [[5, 1], [6], [0, 7]]):
+        rest = iter(loader)
+    assert [batch.tolist() for batch in rest] == [[5, 1], [6], [0, 7]]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with lent(loader, [[3]]):
+        rest = iter(loader)
+    assert [batch.tolist() for batch in rest] == [[3]]
