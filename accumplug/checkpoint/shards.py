@@ -30,6 +30,11 @@ class Pieces(list[dict[str, Any]]):
     """The pieces of one tensor that some ranks have written."""
 
 
+def is_piece(state: Any) -> bool:
+    """Whether it is what `pack` puts in the place of a sharded tensor."""
+    return isinstance(state, dict) and state.keys() == KEYS
+
+
 def pack(state: Any) -> Any:
     """`state`, nested containers, with this rank's piece in the place of each sharded tensor."""
     if not isinstance(state, DTensor):
@@ -49,7 +54,7 @@ def join(states: Sequence[Any]) -> Any:
     What is not sharded is that of the first.
     """
     first = states[0]
-    if isinstance(first, dict) and first.keys() == KEYS:
+    if is_piece(first):
         return Pieces(states)
     return _walk(lambda _, key: join([state[key] for state in states]), first)
 
@@ -77,16 +82,36 @@ def are_in(state: Any) -> bool:
 
 
 def read(checkpoint: Checkpoint, name: str, ranks: Ranks) -> Any:
-    """The part `name` as this rank needs it: whole, or the pieces of its tensors."""
+    """The part `name` as this rank needs it: whole, its own, or with all pieces of all ranks."""
     if name in checkpoint.parts:
-        return read_part(checkpoint, name, mapped=name == "model")  # copied from at once
+        return read_part(checkpoint, name)
     saved = checkpoint.manifest.world_size
-    if saved == ranks.size:
-        return join([read_part(checkpoint, f"{name}-{ranks.rank}")])
+    own = read_part(checkpoint, f"{name}-{ranks.rank % saved}")
+    joined = join([own])
+    if saved == ranks.size or not are_in(joined):
+        return joined
+    others = [f"{name}-{rank}" for rank in range(saved) if rank != ranks.rank % saved]
     try:
-        return join([read_part(checkpoint, f"{name}-{r}", mapped=True) for r in range(saved)])
+        return join([own, *(read_part(checkpoint, other, mapped=True) for other in others)])
     except (KeyError, IndexError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: the ranks' {name} differ ({error})") from error
+        raise CheckpointError(f"{checkpoint.path}: the ranks' {name} differ ({error!r})") from error
+
+
+def deal(olds: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """The running sums that a rank goes on with where another number of ranks had `olds`.
+
+    Shards are taken from all of them. Of those that each rank has of the whole model (while the
+    reduction is deferred) this one was handed its `own`, or none: then they are zeros, since all
+    ranks reduce the same ones.
+    """
+    whole = own or [{}] * len(olds[0])
+    return [
+        {
+            name: grad if isinstance(grad, Pieces) else mine.get(name, torch.zeros_like(grad))
+            for name, grad in each.items()
+        }
+        for each, mine in zip(join(olds), whole, strict=True)
+    ]
 
 
 def _unpacked(pieces: Pieces, target: Any) -> DTensor:
