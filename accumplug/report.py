@@ -1,24 +1,25 @@
 """Pictures: the throughput curve of a sweep, and one page that shows how a run went.
 
-matplotlib is an extra (`pip install "accumplug[recipes]"`) and is imported when a picture is
-asked for. Everything is told apart by line style and marker, so grey print is enough.
+Everything is told apart by line style, marker and hatching, so grey print is enough.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from accumplug.picture import GREY, INK, finish, need_matplotlib, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_curve", "draw_run", "read_metrics", "report"]
+__all__ = ["curve_figure", "draw_curve", "draw_run", "read_metrics", "report"]
 
-_INK, _GREY = "#1f1f1f", "#8a8a8a"
 Line = dict[str, Any]
 
 
@@ -37,7 +38,7 @@ def report(metrics: str | Path, png: str | Path | None = None) -> Path:
     if not lines:
         raise ValueError(f"{metrics} holds no line with an update to draw")
     target = Path(png) if png is not None else metrics.with_name("report.png")
-    return _save(draw_run(lines, title=str(metrics)), target)
+    return save(draw_run(lines, title=str(metrics)), target)
 
 
 def read_metrics(metrics: str | Path) -> list[Line]:
@@ -66,29 +67,25 @@ def _number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def _placed(lines: Sequence[Line]) -> list[Line]:
+    """Give each window its place `at` on the axis: its update; skipped ones lie between those."""
+    skips = Counter(float(line["update"]) for line in lines if line.get("stepped") is False)
+    seen: Counter[float] = Counter()
+    placed = []
+    for line in lines:
+        at = float(line["update"])
+        if line.get("stepped") is False:
+            seen[at] += 1
+            at += seen[at] / (skips[at] + 1)
+        placed.append({**line, "at": at})
+    return sorted(placed, key=lambda line: float(line["at"]))
+
+
 def _series(lines: Sequence[Line], field: str) -> tuple[list[float], list[float]]:
-    """Give the updates that have `field`, and its values."""
-    pairs = [(float(line["update"]), _number(line.get(field))) for line in lines]
+    """Give the places of the windows that have `field`, and its values."""
+    pairs = [(float(line["at"]), _number(line.get(field))) for line in lines]
     kept = [(x, y) for x, y in pairs if y is not None]
     return [x for x, _ in kept], [y for _, y in kept]
-
-
-def need_matplotlib() -> Any:
-    """Import matplotlib's figure class, or raise an ImportError that says how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'pictures need matplotlib, which is an extra: pip install "accumplug[recipes]"'
-        ) from error
-    return Figure
-
-
-def _save(figure: Figure, target: Path) -> Path:
-    """Write the PNG, making its directory."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120, format="png")
-    return target
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -100,16 +97,20 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def _loss(axes: Axes, lines: Sequence[Line]) -> None:
     updates, losses = _series(lines, "loss")
-    axes.plot(updates, losses, color=_GREY, linewidth=0.8, label="each window")
+    axes.plot(updates, losses, _dots(losses), color=GREY, linewidth=0.8, label="each window")
     if len(losses) >= 40:
-        axes.plot(updates, _smooth(losses), color=_INK, linewidth=1.8, label="running mean")
-    axes.legend(loc="upper right", frameon=False)
+        axes.plot(updates, _smooth(losses), color=INK, linewidth=1.8, label="running mean")
+
+
+def _dots(values: Sequence[float]) -> str:
+    """Give the style of a line, with dots if it is too short to be seen."""
+    return "-" if len(values) > 2 else ".-"
 
 
 def _plain(field: str) -> Callable[[Axes, Sequence[Line]], None]:
     def draw(axes: Axes, lines: Sequence[Line]) -> None:
         updates, values = _series(lines, field)
-        axes.plot(updates, values, color=_INK, linewidth=1.0)
+        axes.plot(updates, values, _dots(values), color=INK, linewidth=1.0)
         if values and min(values) > 0 and max(values) > 30 * min(values) and field != "lr":
             axes.set_yscale("log")
 
@@ -118,79 +119,137 @@ def _plain(field: str) -> Callable[[Axes, Sequence[Line]], None]:
 
 def _seconds(axes: Axes, lines: Sequence[Line]) -> None:
     updates, values = _series(lines, "seconds")
-    axes.plot(updates, values, ".", markersize=3, color=_GREY, label="each window")
     middle = sorted(values)[len(values) // 2]
-    axes.axhline(middle, color=_INK, linestyle="--", linewidth=1.2, label=f"median {middle:.3g} s")
-    axes.set_ylim(0, min(max(values), 5 * middle) * 1.5 or 1)  # room for the legend
-    axes.legend(loc="upper right", frameon=False)
+    top = min(max(values), 5 * middle) * 1.1 or 1
+    higher = sum(value > top for value in values)
+    label = f"each window ({higher} higher than this)" if higher else "each window"
+    axes.plot(updates, values, ".", markersize=3, color=GREY, label=label)
+    axes.axhline(middle, color=INK, linestyle="--", linewidth=1.2, label=f"median {middle:.3g} s")
+    axes.set_ylim(0, top)
 
 
 _PANELS: tuple[tuple[str, str, Callable[[Axes, Sequence[Line]], None]], ...] = (
-    ("loss", "loss (weighted mean\nof the window)", _loss),
+    ("loss", "loss\n({loss_unit})", _loss),
     ("lr", "learning rate", _plain("lr")),
     ("grad_norm", "gradient norm\n(before clipping)", _plain("grad_norm")),
-    ("noise_scale", "gradient noise scale\n(items, an estimate)", _plain("noise_scale")),
+    ("noise_scale", "gradient noise scale\n({weight_unit}, an estimate)", _plain("noise_scale")),
     ("seconds", "time per window\n(seconds)", _seconds),
 )
+_UNITS = {"loss_unit": "mean over the window", "weight_unit": "items"}
 
 
 def draw_run(lines: Sequence[Line], *, title: str) -> Figure:
-    """Draw one panel for each thing that was logged, over the updates of the run."""
+    """Draw one panel for each thing that was logged, over the updates of the run.
+
+    A log may say what its loss and its weights are counted in: `loss_unit`, `weight_unit`.
+    """
+    lines = _placed(lines)
+    units = {n: str(next((li[n] for li in lines if li.get(n)), u)) for n, u in _UNITS.items()}
     panels = [panel for panel in _PANELS if _series(lines, panel[0])[0]]
-    skipped = [float(line["update"]) for line in lines if line.get("stepped") is False]
+    skipped = [float(line["at"]) for line in lines if line.get("stepped") is False]
     figure: Figure = need_matplotlib()(
         figsize=(8.3, 1.2 + 2.1 * max(1, len(panels))), layout="constrained"
     )
-    updates = sum(line.get("stepped", True) is not False for line in lines)
-    figure.suptitle(f"{title}\n{updates} updates, {len(skipped)} skipped windows", fontsize=10)
+    said = f"{_many(len(lines) - len(skipped), 'update')}, {_many(len(skipped), 'skipped window')}"
+    title = title if len(title) <= 80 else f"...{title[-77:]}"
+    figure.suptitle(f"{title}\n{said}", fontsize=10)
     rows = figure.subplots(max(1, len(panels)), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (_, label, draw) in zip(rows, panels, strict=False):
         draw(axes, lines)
-        axes.set_ylabel(label, fontsize=9)
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        for update in skipped:
-            axes.axvline(update, color=_INK, linestyle=":", linewidth=0.9)
-    if skipped:
-        rows[0].plot([], [], color=_INK, linestyle=":", linewidth=0.9, label="skipped window")
-        rows[0].legend(loc="upper right", frameon=False)
+        axes.set_ylabel(label.format(**units), fontsize=9)
+        across = axes.get_xaxis_transform()
+        if skipped:
+            axes.vlines(
+                skipped, 0, 1, INK, ":", label="skipped window", linewidth=0.9, transform=across
+            )
+        finish(axes)
     rows[-1].set_xlabel("optimizer updates")
+    rows[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def draw_curve(curve: Line, png: str | Path) -> Path:
     """Draw samples per second against the effective batch, with the limit, from a curve's JSON.
 
+    Below, what an update takes for each of its micro-batches: forward and backward, and the rest.
+
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure: Figure = need_matplotlib()(figsize=(8.3, 5.4), layout="constrained")
-    axes = figure.subplots()
-    batches = [row["effective_batch"] for row in curve["rows"]]
-    speeds = [row["samples_per_sec"] for row in curve["rows"]]
-    limits = [row["limit_samples_per_sec"] for row in curve["rows"]]
-    axes.plot(batches, speeds, color=_INK, marker="o", linewidth=1.6)
-    axes.plot(batches, limits, color=_INK, linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"limit: forward and backward alone, {curve['limit_samples_per_sec']:,.0f} samples/s",
-        (batches[0], limits[0]),
-        xytext=(0, 6),
-        textcoords="offset points",
-    )
-    for row, x, y in zip(curve["rows"], batches, speeds, strict=True):
-        text = f"{row['share_of_limit']:.0%}\n{row['accum_steps']} x {row['micro_batch']}"
-        axes.annotate(
-            text, (x, y), xytext=(0, -8), textcoords="offset points", va="top", fontsize=9
+    return save(curve_figure(curve), Path(png))
+
+
+def curve_figure(curve: Line) -> Figure:
+    """Give the picture of `draw_curve`."""
+    figure: Figure = need_matplotlib()(figsize=(8.3, 7.2), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    rows = curve["rows"]
+    batches = [row["effective_batch"] for row in rows]
+    limit = f"limit: forward and backward alone, {curve['limit_samples_per_sec']:,.0f} samples/s"
+    speeds = [row["samples_per_sec"] for row in rows]
+    limits = [row["limit_samples_per_sec"] for row in rows]
+    above.plot(batches, speeds, color=INK, marker="o", linewidth=1.6, label="measured")
+    above.plot(batches, limits, color=INK, linestyle="--", linewidth=1.2, label=limit)
+    above.set_ylim(0, max([*limits, *speeds]) * 1.1)
+    above.set_ylabel("throughput (samples per second)")
+    told = _far_apart(rows)
+    for row in told:
+        above.annotate(
+            f"{row['share_of_limit']:.0%}\n{row['accum_steps']} x {row['micro_batch']}",
+            (row["effective_batch"], row["samples_per_sec"]),
+            xytext=(0, -8),
+            textcoords="offset points",
+            va="top",
+            ha="center",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.minorticks_off()
-    axes.margins(x=0.08)
-    axes.set_ylim(0, max([*limits, *speeds]) * 1.15)
-    axes.set_xlabel("effective batch (samples per update, log scale)")
-    axes.set_ylabel("throughput (samples per second)")
-    axes.set_title("Samples per second against the effective batch", fontsize=11)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("labels: share of the limit; accumulation steps x micro-batch", fontsize=9)
-    return _save(figure, Path(png))
+    _parts(below, told)
+    below.set_xscale("log", base=2)
+    below.set_xticks([r["effective_batch"] for r in told], [r["effective_batch"] for r in told])
+    below.minorticks_off()
+    below.set_xlabel(
+        "effective batch (samples per update, log scale)\n"
+        "labels: share of the limit; accumulation steps x micro-batch"
+    )
+    for axes in (above, below):
+        finish(axes)
+    return figure
+
+
+def _parts(axes: Axes, rows: Sequence[Line]) -> None:
+    """Draw bars of the time of an update divided by its steps."""
+    batches = [row["effective_batch"] for row in rows]
+    inside, rest = (
+        [row[part] / row["accum_steps"] for row in rows]
+        for part in ("forward_backward_ms", "rest_ms")
+    )
+    width = [batch / 6 for batch in batches]
+    axes.bar(batches, inside, width, color=GREY, label="forward and backward")
+    axes.bar(
+        batches,
+        rest,
+        width,
+        inside,
+        color="white",
+        edgecolor=INK,
+        hatch="///",
+        linewidth=0.6,
+        label="rest of the update",
+    )
+    axes.set_ylabel("time of an update\n(ms per micro-batch)")
+
+
+def _far_apart(rows: Sequence[Line]) -> list[Line]:
+    """Leave out rows whose labels or bars would touch the row before; the last one stays."""
+    logs = [math.log2(row["effective_batch"]) for row in rows]
+    gap = 0.08 * (logs[-1] - logs[0])
+    kept: list[int] = []
+    for i, log in enumerate(logs):
+        if not kept or (log - logs[kept[-1]] >= gap and (logs[-1] - log >= gap or log == logs[-1])):
+            kept.append(i)
+    return [rows[i] for i in kept]

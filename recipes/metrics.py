@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from accumplug import Accumulator
 
 Line = dict[str, float | int | bool | None]
+UNITS = {"loss_unit": "nats per character", "weight_unit": "characters"}  # for the report's axes
 
 
 def describe(accum: Accumulator, scheduler: LambdaLR) -> Line:
@@ -59,5 +60,5 @@ def open_log(path: Path, accum: Accumulator, scheduler: LambdaLR) -> TextIO:
 
 def append(file: TextIO, line: Line) -> None:
     """Write `line` so that it is whole in the file even if the run is killed right after."""
-    file.write(json.dumps(line) + "\n")
+    file.write(json.dumps({**line, **UNITS}) + "\n")
     file.flush()

@@ -1,11 +1,19 @@
 """What the pictures promise: the numbers of the log, and no trouble with a log that is torn."""
 
 import builtins
+import itertools
 import json
+import sys
+from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from accumplug.report import draw_curve, draw_run, read_metrics, report
+from accumplug.report import curve_figure, draw_curve, draw_run, read_metrics, report
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+
+from metrics import append
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -34,12 +42,100 @@ def test_the_panels_show_the_numbers_of_the_log(tmp_path):
 
 
 def test_skipped_windows_are_marked_and_counted(tmp_path):
-    """A line with `stepped: false` is a mark in every panel and a number in the title."""
-    lines = [full_line(1), full_line(2, stepped=False, skipped=1), full_line(2, skipped=1)]
+    """A line with `stepped: false` is a mark in every panel and a number in the title.
+
+    Each is seen: those between the same two updates lie side by side.
+    """
+    skips = [full_line(1, stepped=False, skipped=n, loss=7.0 + n) for n in (1, 2, 3)]
+    lines = [full_line(1), *skips, full_line(2, skipped=3)]
     figure = draw_run(read_metrics(log(tmp_path / "metrics.jsonl", lines)), title="run")
-    assert "2 updates, 1 skipped windows" in figure.get_suptitle()
-    marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
-    assert list(marks[0].get_xdata()) == [2.0, 2.0]
+    assert "2 updates, 3 skipped windows" in figure.get_suptitle()
+    for axes in figure.axes:
+        (marks,) = axes.collections
+        assert [float(path[0, 0]) for path in marks.get_segments()] == [1.25, 1.5, 1.75]
+    assert list(figure.axes[0].lines[0].get_xdata()) == [1.0, 1.25, 1.5, 1.75, 2.0]
+    assert list(figure.axes[0].lines[0].get_ydata()) == [3.0, 8.0, 9.0, 10.0, 1.5]
+    figure = draw_run(read_metrics(log(tmp_path / "metrics.jsonl", lines[:2])), title="run")
+    assert figure.get_suptitle() == "run\n1 update, 1 skipped window"
+
+
+def test_what_is_out_of_sight_is_counted_and_a_single_window_is_seen():
+    """One window took 1000 times as long as the others; a run of one window has dots."""
+    lines = [full_line(n, seconds=1.0 if n != 3 else 1000.0) for n in range(1, 9)]
+    seconds = draw_run(lines, title="run").axes[-1]
+    assert seconds.get_legend().get_texts()[0].get_text() == "each window (1 higher than this)"
+    assert seconds.get_ylim()[1] < 10
+    first = draw_run(lines[:1], title="run")
+    assert all(axes.lines[0].get_marker() == "." for axes in first.axes)
+
+
+def test_units_come_from_the_log(tmp_path):
+    """A run that says what its loss and its weights are counted in has them on the axes."""
+    units = {"loss_unit": "nats per character", "weight_unit": "characters"}
+    lines = [full_line(n, noise_scale=5.0, **units) for n in (1, 2)]
+    figure = draw_run(read_metrics(log(tmp_path / "metrics.jsonl", lines)), title="run")
+    assert figure.axes[0].get_ylabel() == "loss\n(nats per character)"
+    assert figure.axes[3].get_ylabel() == "gradient noise scale\n(characters, an estimate)"
+    with open(tmp_path / "recipe.jsonl", "w", encoding="utf-8") as file:
+        append(file, full_line(1))
+    (line,) = read_metrics(tmp_path / "recipe.jsonl")
+    assert line == {**full_line(1), **units}, "as the training recipes write it"
+    plain = draw_run([full_line(n, noise_scale=5.0) for n in (1, 2)], title="run")
+    assert plain.axes[0].get_ylabel() == "loss\n(mean over the window)"
+    assert plain.axes[3].get_ylabel() == "gradient noise scale\n(items, an estimate)"
+
+
+def boxes(figure):
+    """Draw it; give the box of each text that is there, legends whole."""
+    FigureCanvasAgg(figure).draw()
+    found = [] if figure._suptitle is None else [figure._suptitle]
+    for axes in figure.axes:
+        for axis, shown, n in ((axes.xaxis, axes.get_xlim(), 0), (axes.yaxis, axes.get_ylim(), 1)):
+            labels = axis.get_ticklabels()  # of ticks out of sight, too
+            found += [one for one in labels if shown[0] <= one.get_position()[n] <= shown[1]]
+        found += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        found += [legend] if (legend := axes.get_legend()) else []
+    seen = [one for one in found if one.get_visible() and getattr(one, "get_text", str)()]
+    return [(one, one.get_window_extent()) for one in seen]
+
+
+def overlaps(figure):
+    """Texts that cover each other, or leave the page."""
+    drawn, page = boxes(figure), figure.bbox
+    outside = [a for a, box in drawn if box.x0 < 0 or box.x1 > page.x1 or box.y0 < 0]
+    return outside + [
+        (a, b) for (a, one), (b, two) in itertools.combinations(drawn, 2) if one.overlaps(two)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_no_text_of_a_report_covers_another(tmp_path, count):
+    """Long paths, big numbers and short runs included."""
+    lines = [full_line(n, noise_scale=1e7 / n, lr=1e-9 * n) for n in range(1, count + 1)]
+    lines.append(full_line(count, stepped=False, skipped=1, seconds=1e5))
+    assert not overlaps(draw_run(lines, title="a/very/long/path" * 20 + "/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("steps", [(1,), (1, 2), (1, 4, 16, 1024), range(1, 25), (7, 8, 1000)])
+def test_no_text_of_a_curve_covers_another(steps):
+    """Few rows and many, close together and far apart."""
+    assert not overlaps(curve_figure(curve_of(steps)))
+
+
+def test_the_curve_shows_the_rows_and_the_limit():
+    """Measured and limit above; below, the parts of an update's time for each micro-batch."""
+    above, below = curve_figure(curve_of((1, 2, 4))).axes
+    measured, limit = above.lines
+    assert list(measured.get_xdata()) == list(limit.get_xdata()) == [8, 16, 32]
+    assert list(measured.get_ydata()) == [450.0, 600.0, 720.0]
+    assert list(limit.get_ydata()) == [1000.0] * 3
+    assert measured.get_linestyle() != limit.get_linestyle()
+    inside, rest = below.containers
+    assert [bar.get_height() for bar in inside] == pytest.approx([6.0, 6.0, 6.0])
+    assert [bar.get_height() for bar in rest] == pytest.approx([2.0, 1.0, 0.5])
+    assert [bar.get_y() for bar in rest] == pytest.approx([6.0, 6.0, 6.0])
+    assert "(ms" in below.get_ylabel()
+    assert "samples per second" in above.get_ylabel()
 
 
 def test_missing_fields_nulls_and_a_torn_last_line_are_passed_over(tmp_path):
@@ -80,15 +176,20 @@ def test_a_log_without_updates_is_an_error_that_names_the_file(tmp_path):
         report(path)
 
 
-CURVE = {
-    "limit_samples_per_sec": 1000.0,
-    "rows": [
-        {"accum_steps": k, "micro_batch": 8, "effective_batch": 8 * k}
-        | {"samples_per_sec": 900.0 * k / (k + 1), "share_of_limit": 0.9 * k / (k + 1)}
-        | {"limit_samples_per_sec": 1000.0}
-        for k in (1, 2, 4)
-    ],
-}
+def curve_of(steps):
+    """A curve's JSON: an update takes 6 ms for each micro-batch and 2 ms for itself."""
+    return {
+        "limit_samples_per_sec": 1000.0,
+        "rows": [
+            {"accum_steps": k, "micro_batch": 8, "effective_batch": 8 * k}
+            | {"samples_per_sec": 900.0 * k / (k + 1), "share_of_limit": 0.9 * k / (k + 1)}
+            | {"limit_samples_per_sec": 1000.0, "forward_backward_ms": 6.0 * k, "rest_ms": 2.0}
+            for k in steps
+        ],
+    }
+
+
+CURVE = curve_of((1, 2, 4))
 
 
 def test_the_curve_is_drawn_from_its_json(tmp_path):
