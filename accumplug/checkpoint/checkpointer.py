@@ -151,7 +151,7 @@ class Checkpointer:
             return None
         self._load(found.parts, found.checkpoint.manifest.world_size)
         self._source = found.checkpoint.path
-        self._snapshot.is_saved()
+        self._snapshot.is_saved(found.checkpoint.manifest.world_size)
         self._saved_at = self._here()
         return Position(
             update=accum.updates,

@@ -73,8 +73,10 @@ def read(checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
     """The parts that this rank needs, every byte checked: of all ranks, if their number differs."""
     world = checkpoint.manifest.world_size
     needed = [ranks.rank] if world == ranks.size else range(world)
-    own = ["progress", f"objects-{ranks.rank % world}", *(f"rank-{rank}" for rank in needed)]
+    own = ["progress", *(f"rank-{rank}" for rank in needed)]
     parts = {name: read_part(checkpoint, name) for name in own if name in checkpoint.parts}
     for name in ("model", "optimizer"):
         parts[name] = shards.read(checkpoint, name, ranks)
+    if (name := f"objects-{ranks.rank % world}") in checkpoint.parts:
+        parts[name] = shards.read(checkpoint, "objects", ranks)
     return parts

@@ -59,8 +59,10 @@ class Snapshot:
             link += linked
         return Job(self._position(), parts, tuple(link), source if link else None)
 
-    def is_saved(self) -> None:
-        """The run is as it was when it was saved: it has just been resumed."""
+    def is_saved(self, ranks: int) -> None:
+        """The run is as it was when it was saved by `ranks` ranks: it has just been resumed."""
+        if self._subject.is_sharded and ranks != self._accum._ranks.size:
+            return  # cut into other pieces
         self._stamps = {name: stamp for name, stamp, _ in self._big()}
 
     def forget(self) -> None:

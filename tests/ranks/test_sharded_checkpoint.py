@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.format import list_checkpoints
+from accumplug.checkpoint.format import list_checkpoints, open_checkpoint
 
 from .harness import Ranks
 
@@ -37,6 +38,26 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         return i / 20 + 0.1 * torch.randn(4), torch.tensor([i / 20])
+
+
+class Plain(Dataset[Any]):
+    """The same without noise: ten micro-batches for each of up to three ranks."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(4) * 0.1 + (i % 7) / 7, torch.tensor([i / 20])
+
+
+def tokens(item: tuple[Tensor, Tensor]) -> Tensor:
+    """How many each sample has."""
+    return 1.0 + (20 * item[1]).round() % 4
+
+
+def weight_of(item: tuple[Tensor, Tensor]) -> float:
+    """The tokens of a micro-batch."""
+    return tokens(item).sum().item()
 
 
 class Net(nn.Module):
@@ -69,7 +90,9 @@ class Setup:
     """Compute in bf16 and add up in fp32."""
     scaled: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    epochs: int = 2
+    total: int | None = None
+    """Micro-batches of a window on all ranks; then nothing is drawn that depends on the rank."""
+    weigh: bool = False
 
 
 @dataclass
@@ -99,7 +122,7 @@ class Run:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if setup.scaled else None
         self.accum = Accumulator(
-            STEPS,
+            STEPS if setup.total is None else setup.total // dist.get_world_size(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             scaler=self.scaler,
@@ -107,16 +130,22 @@ class Run:
             **setup.options,
         )
         self.sampler: Any = DistributedSampler(Noisy(), seed=seed)
-        self.loader = DataLoader(Noisy(), 2, sampler=self.sampler)
+        self.loader: Any = DataLoader(Noisy(), 2, sampler=self.sampler)
+        if setup.total is not None:
+            self.model.eval()
+            self.sampler = DistributedSampler(Plain())
+            self.loader = DataLoader(Plain(), 2, sampler=self.sampler)
         self.seen: list[Any] = []
 
     def train(self, most: int | None = None) -> None:
         """Go on to the end, or until so many micro-batches have run here."""
-        for epoch in range(self.accum.epoch, self.setup.epochs):
+        options = {"weigh": weight_of} if self.setup.weigh else {}
+        for epoch in range(self.accum.epoch, 2):
             self.sampler.set_epoch(epoch)
-            for x, y in self.accum.batches(self.loader):
-                with self.accum(self.model, weight=float(len(x) + self.accum.pending)):
-                    loss = nn.functional.mse_loss(self.model(x).double(), y)
+            for x, y in self.accum.batches(self.loader, **options):
+                with self.accum(self.model, weight=weight_of((x, y))):
+                    errors = (self.model(x).double() - y) ** 2
+                    loss = (tokens((x, y)) * errors).sum() / weight_of((x, y))
                     self.accum.backward(loss)
                 self.seen.append((x.clone(), loss.item()))
                 if len(self.seen) == most:
@@ -163,6 +192,7 @@ def part(
         directory, run.accum, model=run.model, loader=run.loader, **options
     ) as checkpoint:
         if resume:
+            warnings.filterwarnings("ignore", message="passed over")
             assert checkpoint.resume() is not None
         run.train()
     return Told(run.seen, run.state())
@@ -209,3 +239,143 @@ def test_each_micro_batch_of_a_sharded_run_is_a_place_to_go_on_from(
     assert len(saved) == len(quiet[0].seen) == {1: 20, 2: 10, 3: 8}[world]
     for checkpoint in saved if setup in (SETUPS["last"], SETUPS["every"]) else saved[1::4]:
         assert_same(quiet, go_on(ranks, world, setup, checkpoint, tmp_path), checkpoint.name)
+
+
+def whole(rank: int, setup: Setup, directory: Path, resume: bool) -> dict[str, Tensor] | str:
+    """Run to the end; the weights, put together, or why it can't be gone on."""
+    run = Run(rank, setup, 1)
+    with Checkpointer(
+        directory, run.accum, model=run.model, loader=run.loader, **({} if resume else EACH)
+    ) as checkpoint:
+        if resume:
+            try:
+                assert checkpoint.resume() is not None
+            except ValueError as error:
+                return str(error)
+        run.train()
+    return {name: full(value) for name, value in run.model.state_dict().items() if name != "calls"}
+
+
+def full(value: Any) -> Tensor:
+    """The whole of a sharded tensor."""
+    whole: Tensor = value.full_tensor()
+    return whole
+
+
+RESHARDED = {
+    "last": Setup(total=6),
+    "every": Setup("momentum", total=6, options={"sync": "every"}),
+    "last, weigh": Setup("momentum", total=6, weigh=True),
+}
+"""AdamW stretches rounding (1e-16) a hundredfold, momentum does not."""
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "count"),
+    [
+        ("last", 1, 12),
+        ("last", 2, 6),
+        ("last", 3, 4),
+        ("every", 1, 12),
+        ("every", 2, 6),
+        ("last, weigh", 2, 6),
+    ],
+)
+def test_another_number_of_ranks_goes_on(
+    ranks: Ranks, name: str, world: int, count: int, tmp_path: Path
+) -> None:
+    """Weights, moments and sums are put together from the pieces of all old ranks; where the rest
+    of the window can't be shared evenly it is said."""
+    setup = RESHARDED[name]
+    before = ranks.run(world, whole, setup, tmp_path / "all", False)
+    saved = list_checkpoints(tmp_path / "all")
+    assert len(saved) == 48 // world
+    went_on = 0
+    for other in {1, 2, 3} - {world}:
+        for checkpoint in saved[6 // world - 1 : 12 // world - 1]:
+            done = world * open_checkpoint(checkpoint).manifest.position["pending"]
+            directory = tmp_path / f"{other}-{done}"
+            shutil.copytree(checkpoint, directory / checkpoint.name, copy_function=os.link)
+            for after in ranks.run(other, whole, setup, directory, True):
+                if done % other:
+                    assert f"start {world} rank" in after
+                    assert f"number of ranks that divides {6 - done}" in after
+                    continue
+                went_on += 1
+                assert isinstance(after, dict)
+                for key, weight in after.items():
+                    torch.testing.assert_close(weight, before[0][key], rtol=0, atol=1e-12)
+    assert went_on == count
+
+
+class Average:
+    """A moving average of the weights, in shards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of = dict(model.named_parameters())
+        self.values = {name: value.detach().clone() for name, value in self.of.items()}
+
+    def update(self) -> None:
+        """One step of it."""
+        for name, value in self.values.items():
+            value.lerp_(self.of[name].detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors."""
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        for name, value in state["values"].items():
+            self.values[name].copy_(value)
+
+
+def averaging(rank: int, directory: Path, resume: bool) -> list[Tensor]:
+    """Run with an average, which is saved as an object of its own; the whole of it."""
+    run = Run(rank, Setup("momentum", total=6), 1)
+    average = Average(run.model)
+    run.accum.on_update(average.update)
+    with Checkpointer(
+        directory, run.accum, model=run.model, loader=run.loader, average=average, **EACH
+    ) as checkpoint:
+        if resume:
+            assert checkpoint.resume() is not None
+        run.train()
+    return [full(value) for value in average.values.values()]
+
+
+def test_other_objects_may_have_shards(ranks: Ranks, tmp_path: Path) -> None:
+    """An average of sharded weights is sharded, too; gone on from by as many ranks, and by more."""
+    quiet = ranks.run(2, averaging, tmp_path / "all", False)
+    checkpoint = list_checkpoints(tmp_path / "all")[5]
+    for world in (2, 3):
+        shutil.copytree(checkpoint, tmp_path / f"{world}" / checkpoint.name)
+        for after in ranks.run(world, averaging, tmp_path / f"{world}", True):
+            for ours, theirs in zip(after, quiet[0], strict=True):
+                tolerance = 0 if world == 2 else 1e-12
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def test_weights_and_moments_are_linked_inside_of_a_window(ranks: Ranks, tmp_path: Path) -> None:
+    """The pieces of all ranks."""
+    ranks.run(2, part, SETUPS["every"], tmp_path, **EACH)
+    first, second = list_checkpoints(tmp_path)[2:4]
+    assert open_checkpoint(second).manifest.position["pending"] == 1
+    for rank in (0, 1):
+        for name in (f"model-{rank}.safetensors", f"optimizer-{rank}.safetensors"):
+            assert (first / name).stat().st_ino == (second / name).stat().st_ino
+
+
+def test_a_piece_that_is_damaged_is_passed_over_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Else the ranks would go on from different checkpoints."""
+    setup = SETUPS["last"]
+    quiet = ranks.run(2, part, setup, None)
+    ranks.run(2, part, setup, tmp_path, every=4)
+    newest = list_checkpoints(tmp_path)[-1]
+    file = newest / "model-1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    rest = ranks.run(2, part, setup, tmp_path, seed=55, resume=True)
+    assert [len(told.seen) for told in rest] == [6, 6]
+    assert_same(quiet, rest, "from the older one")
