@@ -12,20 +12,22 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accumplug import refuse, sharded
 from accumplug.batches import Feed, Keeper, Pass, iterate
 from accumplug.close import forget_unscaled, unscaled
+from accumplug.company import find_foreign, shares_scaler
 from accumplug.inplace import InplaceGradients, InplaceReport
+from accumplug.meeting import refuse_absent
 from accumplug.micro import MicroBatch
+from accumplug.models import Models
 from accumplug.noise import NoiseScale
 from accumplug.options import Options
 from accumplug.probe import NoiseProbe
 from accumplug.result import Closed, LossSum, WindowResult, zero
 from accumplug.running import Foreign, RunningSum
-from accumplug.sync import Ranks, find_replicas, forget_marks, has_sparse_gradients
+from accumplug.sync import Ranks, forget_marks
 from accumplug.update import Update
 from accumplug.weights import Plan, Weights
-from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight, is_number
+from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[[], Any])
@@ -111,14 +113,12 @@ class Accumulator:
             scaler = accelerator.scaler if scaler is None else scaler
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         self._sum = RunningSum(options.optimizers, self._loop)
+        self._models = Models(self._sum, self._ranks, options, self._loop, inplace)
         self._weights = Weights(self._ranks, self._sum, sync == "every")
         self._update = Update(self, options, self._sum, self._scaler, self._loop)
         self._probe: NoiseProbe | None = None
         self._losses = LossSum()
         self._others = Foreign()
-        self._warned = False
-        self._inplace = inplace
-        self._server: InplaceGradients | None = None
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
         self._feed: Feed | None = None
@@ -126,7 +126,6 @@ class Accumulator:
         self._callbacks: list[Callable[[], Any]] = []
         self._before_block: list[Callable[[], Any]] = []
         self._after_block: list[Callable[[], Any]] = []
-        self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._opened = 0.0
         self._closed: Closed | None = None
         self._last: WindowResult | None = None
@@ -283,7 +282,7 @@ class Accumulator:
                 f"flush after {self.pending} micro-batches of a window whose total weight weigh= "
                 f"has promised; finish the window, or discard() it"
             )
-        micro = MicroBatch(self, tuple(self._known_models()), 0.0)
+        micro = MicroBatch(self, tuple(self._models.known()), 0.0)
         micro.virtual = micro.flushes = True
         with micro:
             micro.skip()
@@ -308,7 +307,7 @@ class Accumulator:
 
     def inplace_report(self) -> InplaceReport:
         """Which modules `inplace=True` has served so far, and why it has not served the others."""
-        return InplaceReport() if self._server is None else self._server.report()
+        return InplaceReport() if self._models.server is None else self._models.server.report()
 
     def on_update(self, function: F) -> F:
         """Let `function()` run after each real update, never after a skipped one.
@@ -374,77 +373,18 @@ class Accumulator:
                 self._tear(what)
             if window.torn is not None:
                 raise TornWindowError(self._torn_message())
-        for model in models:
-            if not isinstance(model, nn.Module) or model not in self._sum:
-                self._see(model)
+        self._models.see(models)
         if self._wide is not None:
             self._sum.widen(self._wide)
-        if self._feed is None or not self._absent():
-            return
-        if self._sum.roots(self._sum.models):
-            raise RuntimeError(
-                "the data of some ranks have ended and others go on; under fully_shard every rank "
-                "runs each forward. Even out the data (e.g. drop_last=True)"
-            )
-        if any(has_sparse_gradients(ddp) for ddp in self._sum.replicas(self._sum.models)):
-            raise RuntimeError(
-                "the data of some ranks have ended and others go on; a rank without data can't "
-                "stand in for an embedding with sparse=True. Even out the data, or use sparse=False"
-            )
-        if not self.takes_step and self._loop is None:
-            raise RuntimeError(
-                "the data of some ranks have ended and others go on; without optimizer= or "
-                "accelerator= accum can't take their steps. Give one, or even out the data"
-            )
-
-    def _see(self, model: nn.Module) -> None:
-        refuse.refuse_model(model, self._ranks)
-        refuse.warn_lonely_process()
-        self._sum.clear_new(model)
-        self._sum.add(model)
-        self._check_sharded(model)
-        if self._inplace:
-            self._server = InplaceGradients(*self._sum.models)
-
-    def _check_sharded(self, model: nn.Module) -> None:
-        """Options that a `fully_shard` model can't be made right with."""
-        for root in sharded.roots(model):
-            if self._options.nonfinite == "skip_micro_batch":
-                raise ValueError(
-                    'nonfinite="skip_micro_batch" can\'t take a micro-batch back that fully_shard '
-                    'has reduced; use "skip_window"'
-                )
-            if self._wide is not None and not sharded.adds_in(root, self._wide):
-                raise ValueError(
-                    "accumulate_dtype under fully_shard is its own reduce_dtype; give fully_shard "
-                    "mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
-                )
-
-    def _warn_deferral(self, root: Any) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"deferring the reduction keeps the gradients of the whole model on each rank, "
-                f'{sharded.deferred_bytes(root) / 2**20:,.1f} MiB beside the shards; sync="every" '
-                f"keeps shards only and reduces in each micro-batch",
-                stacklevel=4,
-            )
-
-    def _see_windows(self) -> None:
-        """The first window of several micro-batches over a model: what that would make wrong."""
-        refuse.refuse_fused_backward(self._sum.parameters)
-        for model in self._sum.models:
-            if model not in self._checked:
-                refuse.refuse_static_graph(model)
-                refuse.warn_batchnorm(model)
-                self._checked.add(model)
+        if self._absent():
+            refuse_absent(self)
 
     def _open_window(self) -> Window:
         if self._window is None:
             steps = self.steps if (plan := self._plan()) is None else max(len(plan.weights), 1)
             self._sum.refresh()
             if steps > 1:
-                self._see_windows()
+                self._models.check_windows()
             self._window = Window(steps)
             self._opened = time.perf_counter()
             if self.takes_step:
@@ -485,82 +425,17 @@ class Accumulator:
     def _serves(self, micro: MicroBatch) -> InplaceGradients | None:
         """What adds gradients in place in this micro-batch: not where DDP has to see each one."""
         reducing = micro.reduces and micro.replicas
-        return None if reducing or micro.roots or micro.index == 0 else self._server
+        return None if reducing or micro.roots or micro.index == 0 else self._models.server
 
     def _foreign(self) -> Foreign:
         """What belongs to the other Accumulators and not to this one."""
         if self._others.changes != RunningSum.changes:
-            sums = [a._sum for a in Accumulator._live if a is not self]
-            own = {id(p) for p in self._sum.parameters}
-            parameters = [weakref.ref(p) for s in sums for p in s.parameters if id(p) not in own]
-            found = [ddp for s in sums for ddp in s.replicas(s.models)]
-            if self._ranks.size > 1:  # also those that their Accumulators have not seen yet
-                found += [ddp for s in sums for ddp in find_replicas(s.stepped_parameters)]
-            ddps = [weakref.ref(ddp) for ddp in {id(ddp): ddp for ddp in found}.values()]
-            self._others = Foreign(RunningSum.changes, parameters, ddps)
+            self._others = find_foreign(self)
         return self._others
 
     def _refer(self, weight: Weight) -> None:
         """See to the window's reference weight before a micro-batch of `weight` is added."""
         self._weights.refer(self._open_window(), weight, self._plan())
-
-    def _settle(self, micro: MicroBatch) -> None:
-        """In the micro-batch that ends the window: the ranks meet, and the sum is made to fit."""
-        if micro.settled or not (micro.ends or micro.virtual):
-            return
-        micro.settled = True
-        window, feed = self._open_window(), self._feed
-        if (plan := self._plan()) is not None:  # they met when the window opened
-            micro.ends, micro.void = True, is_number(plan.total) and plan.total == 0
-            self._weights.total = plan.total
-            return
-        more = 0.0 if feed is None else float(not feed.last)
-        closing = float(not micro.virtual or micro.flushes)
-        count: Weight = window.index + (not micro.virtual)
-        others = self._others_ran()
-        told = [window.total, count, more, closing, others, self._sum.elements() if others else 0]
-        total, count, alive, closing, others, elements = self._ranks.sum(told)
-        if float(others):
-            self._refuse_company(float(alive), float(elements))
-        if feed is not None and not feed.in_step:
-            feed.alive = float(alive)
-        if micro.virtual:
-            flushes = float(closing) > 0 or self._options.tail == "flush"
-            micro.ends = flushes and float(count) > 0
-            if not micro.ends:
-                return
-            self._refuse_unstepped(micro)
-        micro.closers = int(closing) if self._loop is not None else 0
-        micro.void = self._weights.settle(window, total, count)
-
-    def _others_ran(self) -> float:
-        """1.0 if another Accumulator has run micro-batches in this pass, else 0.0."""
-        known = {} if self._feed is None else self._feed.others
-        others = (a for a in Accumulator._live if a is not self)
-        return float(any(a.micro_batches > known.get(id(a), 0) for a in others))
-
-    def _refuse_company(self, alive: float, elements: float) -> None:
-        """Another Accumulator runs in this pass, whose windows a rank without data can't join.
-
-        `elements`: of the sums of all ranks together, which differ where ranks close windows of
-        different Accumulators. All ranks find the same, and raise together.
-        """
-        ended = self._absent() or (self._feed is not None and 0 < alive < self._ranks.size)
-        if ended or elements != self._ranks.size * self._sum.elements():
-            raise RuntimeError(
-                "the data of some ranks have ended and others go on, and another Accumulator runs "
-                "in the same pass: a rank without data can join the windows of one Accumulator "
-                "only. Even out the data (e.g. drop_last=True, or a DistributedSampler)"
-            )
-
-    def _refuse_unstepped(self, micro: MicroBatch) -> None:
-        """A window that ends outside of a block, where a plain loop would not step."""
-        if not (micro.flushes or self.takes_step or self._loop):
-            raise RuntimeError(
-                f"the loop left out the last item of the pass, so {self.pending} micro-batches "
-                f"wait for a close that the loop would not step on; call micro.skip() in its "
-                f"block, or give optimizer="
-            )
 
     # -- the end of a block ------------------------------------------------------------------
 
@@ -592,7 +467,7 @@ class Accumulator:
         scale, total = self._update.scale, self._weights.total
         norm, stepped = None, False
         if not micro.void and self.takes_step:
-            norm, stepped = self._update.take(window, total, self._shares_scaler())
+            norm, stepped = self._update.take(window, total, shares_scaler(self))
         elif not micro.void:
             norm, stepped = self._update.see(micro, sums[2 : 2 + len(clips)], self._ranks.size)
         if self._options.nonfinite == "skip_micro_batch":
@@ -631,12 +506,6 @@ class Accumulator:
         if self._probe is not None:
             self._probe.forget()
 
-    def _shares_scaler(self) -> bool:
-        """Whether another Accumulator may have updated the scaler while this window was open."""
-        if self._scaler is None or len(Accumulator._live) == 1:
-            return False
-        return any(a._scaler is self._scaler for a in Accumulator._live if a is not self)
-
     def _versions(self, micro: MicroBatch) -> list[int] | None:
         """In the first micro-batch: what shows that a backward has changed the parameters."""
         if self.micro_batches or micro.ends:
@@ -646,19 +515,10 @@ class Accumulator:
     def _join(self) -> None:
         """Take part in a window of the other ranks, with what is pending here or with nothing."""
         in_step = self._feed is not None and self._feed.in_step
-        micro = MicroBatch(self, tuple(self._known_models()), 0.0)
+        micro = MicroBatch(self, tuple(self._models.known()), 0.0)
         micro.virtual, micro.absent = not in_step, True
         with micro:
             micro.skip()
-
-    def _known_models(self) -> list[nn.Module]:
-        """The models of the blocks so far; a rank that never had one has to find them."""
-        if not self._sum.models and self._ranks.size > 1:
-            prepared = self._loop.models() if self._loop is not None else []
-            owned = [p for model in prepared for p in model.parameters()]
-            for model in find_replicas(owned or self._sum.parameters) or prepared:
-                self._see(model)
-        return self._sum.models
 
     def _end_pass(self) -> None:
         """The data ended."""

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from accumplug.company import count_micro_batches
 from accumplug.weights import Plan
 from accumplug.window import Weight, check_weight
 
@@ -91,7 +92,7 @@ def iterate(
 ) -> Iterator[T]:
     """The generator behind `Accumulator.batches`."""
     feed = Feed(in_step=accum._options.sync == "every" and accum._ranks.size > 1)
-    feed.others = {id(other): other.micro_batches for other in type(accum)._live}
+    feed.others = count_micro_batches(accum)
     keeper = accum._keeper
     if keeper is None:
         accum._feed, accum.position = feed, 0

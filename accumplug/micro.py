@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accumplug import sharded
 from accumplug.close import unscaled
 from accumplug.engine import run_backward
+from accumplug.meeting import settle
 from accumplug.sync import before_forward, buffers_once, check_reduced, reduce_now, reduce_sums
 from accumplug.window import TornWindowError, Weight, check_weight, is_number
 
@@ -110,7 +111,7 @@ class MicroBatch:
             if first:
                 window.add_weight(self.weight)
             if self.ends:
-                accum._settle(self)
+                settle(accum, self)
         roots, grads = [], []
         if not absent:
             divisor = window.divisor(self.weight, reduction)
@@ -187,7 +188,7 @@ class MicroBatch:
                 self._refuse_left_out()
         if self.replicas or self.roots or accum._foreign().replicas:
             self._defer()
-        if accum._server is not None and (server := accum._serves(self)) is not None:
+        if (server := accum._serves(self)) is not None:
             self._deferred = self._deferred or ExitStack()
             self._deferred.enter_context(server.micro_batch())
         accum._micro = self
@@ -325,7 +326,7 @@ class MicroBatch:
             sharded.defer(root, not self.reduces)
             self._deferred.callback(sharded.defer, root, False)
             if not self.reduces:
-                self._accum._warn_deferral(root)
+                self._accum._models.warn_deferral(root)
         for ddp in self.replicas:
             self._deferred.enter_context(buffers_once(ddp) if self.overlaps else ddp.no_sync())
 
@@ -372,7 +373,7 @@ class MicroBatch:
     def _finish(self) -> None:
         """Make the running sum what it has to be when this block ends."""
         if self.ends or self.virtual:
-            self._accum._settle(self)
+            settle(self._accum, self)
         self.finished = True
         if self.reduces and (self.replicas or self.roots):
             self._accum.syncs += self._reduce()

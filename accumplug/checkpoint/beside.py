@@ -48,7 +48,7 @@ def _paths(accum: Accumulator, directory: Path, number: int) -> tuple[Path, Path
 
 
 def _models(accum: Accumulator) -> list[Any]:
-    return accum._known_models() or (accum._loop.models() if accum._loop else [])
+    return accum._models.known() or (accum._loop.models() if accum._loop else [])
 
 
 def _save(accum: Accumulator, directory: Path, number: int) -> None:
