@@ -308,7 +308,7 @@ class Checkpointer:
         In its first forward of a window DistributedDataParallel broadcasts its buffers.
         """
         if self._accum.pending == 0:
-            models = self._accum._known_models()
+            models = self._accum._models.known()
             for ddp in self._accum._sum.replicas(models):
                 before_forward(ddp)
 
