@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +18,8 @@ from accumplug.commands import BAD_INPUT, GOOD
 __all__ = ["main"]
 
 DESCRIPTION = "Exact gradient accumulation: plan a run, prove it on your model, measure it."
+INTERRUPTED = 130  # as a shell has it for Ctrl-C
+LONGEST = 500  # characters of an error
 EXIT_CODES = "exit codes: 0 good, 1 the check failed, 2 bad input"
 TARGET = (
     "module:function or file.py:function, a function without arguments that returns "
@@ -29,28 +33,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and give its exit code: 0 good, 1 the check failed, 2 bad input."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
-    try:
-        return run(options)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader went away (`| head`): nothing is wrong
-        return GOOD
-    except Exception as error:
-        if options.traceback:
-            raise
-        print(f"accumplug {options.command}: error: {_one_line(error)}", file=sys.stderr)
-        return BAD_INPUT
+    with warnings.catch_warnings():
+        warnings.showwarning = functools.partial(_warn, f"accumplug {options.command}")
+        try:
+            return run(options)
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader went away (`| head`): nothing is wrong
+            return GOOD
+        except KeyboardInterrupt:
+            print(f"accumplug {options.command}: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            if options.traceback:
+                raise
+            print(f"accumplug {options.command}: error: {_one_line(error)}", file=sys.stderr)
+            return BAD_INPUT
+
+
+def _warn(command: str, message: Warning | str, *_: object, **__: object) -> None:
+    """Say a warning in one line, as errors are said."""
+    print(f"{command}: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _one_line(error: Exception) -> str:
     """Say an error in one line, with its place if it comes from outside of this package."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " ..."
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(frame.filename).is_relative_to(Path(__file__).parent)
     if ours or isinstance(error, OSError):
         return text
-    return (
-        f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno}; --traceback shows all)"
-    )
+    place = f"{frame.filename}:{frame.lineno}"
+    return f"{type(error).__name__}: {text} ({place}; --traceback shows all)"
 
 
 class _Parser(argparse.ArgumentParser):

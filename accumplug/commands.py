@@ -17,20 +17,30 @@ def plan(options: argparse.Namespace) -> int:
 
     if (options.micro_batch is None) == (options.fit is None):
         raise ValueError("give either a micro-batch or --fit module:function")
-    ranks = 1 if options.world_size is None else options.world_size
+    if options.tuned_batch is not None and options.lr is None:
+        raise ValueError("--tuned-batch goes with --lr")
+    if options.device is not None and options.fit is None:
+        raise ValueError("--device goes with --fit")
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = launched if options.world_size is None else options.world_size
     micro = options.micro_batch
     if options.fit is not None:
         micro, ranks = _largest_micro_batch(options)
     effective = options.effective_batch
     steps = plan(effective, micro, ranks)
     text = (
-        f"steps {steps}: {micro} items x {steps} micro-batches x {ranks} ranks = {effective} items"
+        f"steps {steps}: {_many(micro, 'item')} x {_many(steps, 'micro-batch', 'es')} x "
+        f"{_many(ranks, 'rank')} = {_many(effective, 'item')}"
     )
     if options.lr is not None:
         text += "\n\n" + _learning_rate(options, micro * ranks)
     if _is_first_rank():
         print(text)
     return GOOD
+
+
+def _many(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def _is_first_rank() -> bool:
@@ -146,7 +156,10 @@ def inspect(options: argparse.Namespace) -> int:
     from accumplug.checkpoint.inspect import inspect_command
 
     text, code = inspect_command(options.directory, verify=options.verify)
-    print(text, file=sys.stderr if code == BAD_INPUT else sys.stdout)
+    if code == BAD_INPUT:
+        print(f"accumplug inspect: error: {text}", file=sys.stderr)
+    else:
+        print(text)
     return code
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from accumplug.counting import call_loss
 from accumplug.measuring import PeakMemory
@@ -36,6 +37,8 @@ class Trial:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, weight_decay=0.0)
         self._memory = PeakMemory(device)
         self._per_item = 0.0
+        norms = [m for m in self._model.modules() if isinstance(m, _BatchNorm) and m.training]
+        self._least = 2 if norms else 1  # BatchNorm refuses a single item
 
     def __call__(self, size: int) -> bool:
         """Try a micro-batch of `size` items."""
@@ -63,7 +66,7 @@ class Trial:
         def moved(value: Any) -> Any:
             return value.to(self._device) if isinstance(value, Tensor) else NotImplemented
 
-        rows = torch.arange(size) % items_in(self._target.batch)
+        rows = torch.arange(max(size, self._least)) % items_in(self._target.batch)
         batch = mapped(take(self._target.batch, rows), moved)
         for _ in range(2):  # the second pass adds to a gradient that is there, as in a window
             torch.autograd.backward(call_loss(self._target.loss_fn, self._model, batch))

@@ -64,7 +64,7 @@ def _number(value: Any) -> float | None:
     """Give a finite number as a float, everything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) < 1e300 else None
 
 
 def _placed(lines: Sequence[Line]) -> list[Line]:

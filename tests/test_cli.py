@@ -9,6 +9,7 @@ import pytest
 from accumplug.cli import main
 
 PARTS = """
+import warnings
 import torch
 from torch import nn
 import torch.nn.functional as F
@@ -46,6 +47,23 @@ def terms():
     return *make(), {"main": nn.CrossEntropyLoss(), "size": lambda m, b: m(b[0]).square().mean()}
 
 
+def warns():
+    warnings.warn("mind the\\ngap")
+    return *make(), nn.CrossEntropyLoss()
+
+
+def wants(size):
+    return make()
+
+
+def uncounted():
+    return *make(), nn.CrossEntropyLoss(), 4
+
+
+def chatty():
+    raise ValueError("long " * 1000)
+
+
 def broken():
     def loss(model, batch):
         raise KeyError("labels")
@@ -76,6 +94,7 @@ number = 3
 def parts(tmp_path, monkeypatch):
     """A file of the user's, in the working directory."""
     (tmp_path / "my_parts.py").write_text(PARTS)
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: me')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     sys.modules.pop("my_parts", None)
@@ -102,11 +121,20 @@ def test_plan_with_fit_finds_the_largest_micro_batch_that_runs(parts, capsys):
     """A model that holds 5 items: of the divisors of 16 it is 4, and the steps follow."""
     code, out, err = run(capsys, "plan", "16", "--fit", "my_parts:five", "--device", "cpu")
     assert (code, err) == (0, "")
-    assert out == "steps 4: 4 items x 4 micro-batches x 1 ranks = 16 items\n"
+    assert out == "steps 4: 4 items x 4 micro-batches x 1 rank = 16 items\n"
     code, out, _ = run(
         capsys, "plan", "16", "--fit", "my_parts:five", "--device", "cpu", "--world-size", "8"
     )
-    assert out == "steps 1: 2 items x 1 micro-batches x 8 ranks = 16 items\n"
+    assert out == "steps 1: 2 items x 1 micro-batch x 8 ranks = 16 items\n"
+
+
+def test_plan_knows_the_ranks_of_a_launcher(capsys, monkeypatch):
+    """As `--world-size` says that it does; the first rank prints."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run(capsys, "plan", "256", "8")[1].startswith("steps 8: ")
+    assert run(capsys, "plan", "256", "8", "--world-size", "1")[1].startswith("steps 32: ")
+    monkeypatch.setenv("RANK", "1")
+    assert run(capsys, "plan", "256", "8") == (0, "", "")
 
 
 def test_plan_scales_a_learning_rate_both_ways_and_names_its_sources(capsys):
@@ -169,13 +197,21 @@ def test_check_answers_on_ones_own_model(parts, capsys, arguments, code, said):
         (["check", "my_parts:pair"], "must return (model, batch, loss), got 2 values"),
         (["check", "my_parts:no_model"], "must return a torch model first, got a str"),
         (["check", "my_parts:broken"], "KeyError: 'labels' ("),
+        (["check", "my_parts:wants"], "my_parts:wants must take no arguments"),
+        (["check", "my_parts:uncounted"], "counts the items of a batch, got an int"),
+        (["check", "my_parts:chatty"], "ValueError: long long "),
+        (["check", "script.py:main"], "script.py ends the process when it is imported"),
+        (["check", "my_parts:good", "--bound", "-1"], "bound must be a number of at least 0"),
+        (["check", "my_parts:good", "--splits", "13,-1"], "needs at least 1 item"),
+        (["plan", "64", "8", "--tuned-batch", "8"], "--tuned-batch goes with --lr"),
+        (["plan", "64", "8", "--device", "cpu"], "--device goes with --fit"),
         (["check", "my_parts:good", "--splits", "5,5"], "do not add up to the batch's 12 items"),
         (["check", "my_parts:good", "--splits", "a"], "'a' is not a list of whole numbers"),
         (["sweep", "my_parts:good", "--micro-batch", "13"], "12 items holds no micro-batch of 13"),
         (["sweep", "my_parts:good", "--micro-batch", "0"], "12 items holds no micro-batch of 0"),
         (["sweep", "my_parts:good", "--steps", "0,1"], "steps must be at least 1"),
         (["report", "nothing.jsonl"], "No such file or directory: 'nothing.jsonl'"),
-        (["inspect", "nothing"], "nothing: no checkpoint here"),
+        (["inspect", "nothing"], "accumplug inspect: error: nothing: no checkpoint here"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         ([], "required: command"),
     ],
@@ -197,6 +233,39 @@ def test_an_error_in_ones_own_code_names_the_line_and_can_be_seen_in_full(parts,
     assert f"my_parts.py:{line}; --traceback" in err
     with pytest.raises(KeyError, match="labels"):
         main(["check", "my_parts:broken", "--traceback"])
+
+
+@pytest.mark.parametrize("name", ["types.py", "json.py", "my-run.v2.py"])
+def test_a_file_is_that_file_whatever_its_name(parts, capsys, name):
+    """Named as a module that is loaded already, or as none can be; a file beside it is found."""
+    known = sys.modules.get(name.removesuffix(".py"))
+    (parts / "place").mkdir()
+    (parts / "place" / "beside_it.py").write_text("from my_parts import good\n")  # in the cwd
+    (parts / "place" / name).write_text("from beside_it import good as mine\n")
+    for _ in range(2):
+        code, out, err = run(capsys, "check", f"place/{name}:mine")
+        assert (code, err) == (0, "")
+        assert out.startswith(f"checked place/{name}:mine: Sequential of 83 parameters\nPASS")
+    assert sys.modules.get(name.removesuffix(".py")) is known
+    sys.modules.pop("beside_it")
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line_too(parts, capsys):
+    """No line of code behind them; what warns is not at fault."""
+    code, out, err = run(capsys, "check", "my_parts:warns")
+    assert (code, err) == (0, "accumplug check: warning: mind the gap\n")
+    assert "PASS" in out
+
+
+def test_an_interrupt_ends_it_in_one_line(capsys, monkeypatch):
+    """Ctrl-C: the shell's exit code for it, no traceback."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("accumplug.commands.plan", interrupt)
+    assert run(capsys, "plan", "8", "8") == (130, "", "accumplug plan: interrupted\n")
 
 
 def test_sweep_writes_the_curve_and_its_picture_and_says_where(parts, capsys):

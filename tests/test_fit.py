@@ -71,3 +71,21 @@ def test_without_a_launcher_there_is_one_rank():
 def test_available_memory_is_a_number_of_bytes():
     """More than a MiB on any machine that runs the tests."""
     assert fit.available_memory() > 2**20
+
+
+def test_a_model_with_batchnorm_is_tried_from_two_items_on():
+    """It refuses a single one in training; in eval mode it takes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    seen = []
+
+    def loss(model, batch):
+        seen.append(len(batch))
+        return model(batch).square().mean()
+
+    trial = fit.Trial(Target(model, torch.randn(3, 4), loss), torch.device("cpu"))
+    assert largest_micro_batch(trial, 4) == 4
+    assert set(seen) == {2, 4}
+    seen.clear()
+    assert fit.Trial(Target(model.eval(), torch.randn(3, 4), loss), torch.device("cpu"))(1)
+    assert set(seen) == {1}
