@@ -1,8 +1,23 @@
 """Exact gradient accumulation for training loops that already exist.
 
-`Accumulator` owns the window; `Checkpointer` saves inside of one. `equivalence_check`,
-`train_one_optimizer_step`, `sync_counter` and `sweep_effective_batches` are the proof;
-`plan` and `NoiseScale` help to choose the sizes.
+    accum = Accumulator(steps=16, optimizer=optimizer, max_grad_norm=1.0)
+    for x, y in accum.batches(loader):
+        with accum(model):
+            accum.backward(loss_fn(model(x), y))
+
+The loop: `Accumulator` owns the window, the micro-batches of one update; `MicroBatch` is what its
+block yields, `WindowResult` what a closed window tells (`accum.last`). `TornWindowError` and
+`NonFiniteError` are raised where a window can't become an update. `Checkpointer` saves at any
+micro-batch.
+
+The proof: `equivalence_check` compares one large batch with its micro-batches on a model;
+`train_one_optimizer_step` and `sync_counter` count reductions; `sweep_effective_batches`
+measures the throughput.
+
+The sizes: `plan` gives the steps; `NoiseScale` estimates how large a batch still pays, and
+`NoiseSchedule` lets the steps follow it. `report` draws a run's log.
+
+The command `accumplug` (or `python -m accumplug`) has plan, check, sweep, inspect and report.
 """
 
 from accumplug._version import __version__ as __version__

@@ -98,17 +98,28 @@ class _Running:
 
 
 class NoiseScale:
-    """The smoothed gradient noise scale of a run.
+    """The smoothed gradient noise scale of a run: the batch above which more items save little.
 
     ```python
-    noise = NoiseScale()
-    noise.update(small_sq_norm, big_sq_norm, small_weight, big_weight)   # once per window
-    noise.estimate.value, noise.estimate.low, noise.estimate.high
+    accum.noise_scale = NoiseScale()  # each window updates it
+    ...
+    accum.noise_scale.estimate.value, accum.noise_scale.estimate.low
+    print(accum.noise_scale.estimate.sentence(effective_batch=accum.last.weight))
     ```
+    It is trace(Sigma) / |G|^2 in the unit of the weights, from the unbiased estimators of
+    McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1), for the window's first micro-batch
+    and its sum:
+
+        |G|^2         (B_big |G_big|^2 - B_small |G_small|^2) / (B_big - B_small)
+        trace(Sigma)  (|G_small|^2 - |G_big|^2) / (1 / B_small - 1 / B_big)
+
     Numerator and denominator are smoothed separately (their ratio is biased window by
     window). The interval is Fieller's for a ratio of two means, from the spread of the
     windows; it takes windows as independent draws, so it is too narrow while the noise
     scale drifts.
+
+    It is an estimate, and nothing follows from it by itself. On one device a larger batch often
+    does not pay even below it (Marek et al. 2025, arXiv 2507.07101).
     """
 
     def __init__(self, *, decay: float = 0.99) -> None:
@@ -175,7 +186,7 @@ class NoiseScale:
 
     @property
     def estimate(self) -> NoiseEstimate:
-        """What is known now."""
+        """What is known now: a `NoiseEstimate` with value, interval and sentence."""
         s = self._state
         low, high = _fieller(s)
         value = max(0.0, s.trace) / s.gradient_sq if s.gradient_sq > 0 else None

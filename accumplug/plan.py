@@ -10,7 +10,16 @@ __all__ = ["ScaledLearningRate", "largest_micro_batch", "plan", "scale_learning_
 
 
 def plan(effective_batch: int, micro_batch: int, world_size: int = 1) -> int:
-    """Give the micro-batches per window and rank that make up `effective_batch` items.
+    """Give the steps, micro-batches per window and rank, that make up `effective_batch` items.
+
+    ```python
+    plan(512, 8, world_size=4)  # 16: 8 items x 16 micro-batches x 4 ranks
+    ```
+
+    Args:
+        effective_batch: items per update over all ranks.
+        micro_batch: items per forward pass on one rank.
+        world_size: data-parallel ranks.
 
     Raises:
         ValueError: a number is below 1, or `micro_batch * world_size` does not divide

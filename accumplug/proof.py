@@ -108,6 +108,7 @@ def equivalence_check(
     ```
 
     Args:
+        model: the bare model, in the mode and precision in which it is to be checked.
         batch: tensors whose first dimension counts the items, alone or in tuples, lists, dicts
             and dataclasses, nested.
         loss_fn: `loss_fn(model, batch)`, a mean over the items of the batch; or a criterion of
@@ -118,6 +119,10 @@ def equivalence_check(
         reduction: "mean", or "sum" for a loss that is a sum over the items.
         loop: your own loop to be checked in place of the Accumulator: called with the model and
             the list of micro-batches, it leaves the gradient in `.grad`.
+
+    Returns:
+        What was found: `passed`, `max_abs_diff`, `relative`, per split and per parameter, and the
+        `reasons` if it failed. Printed, it reads as an answer.
 
     Raises:
         ValueError: the batch can't be cut so, the loss is not one number or reaches no parameter,

@@ -26,11 +26,26 @@ Line = dict[str, Any]
 def report(metrics: str | Path, png: str | Path | None = None) -> Path:
     """Draw the run logged in a metrics.jsonl and give the PNG's path.
 
-    The PNG lies beside the log, as report.png, unless `png` says otherwise. Fields that a line
-    lacks are left out, a torn last line (a run that was killed) is passed over.
+    A panel each for loss, learning rate, gradient norm, noise scale and time per window, over the
+    updates; skipped windows are marked. A panel without a number is left out, and so is what is
+    no JSON, like the last line of a run that was killed.
+
+    ```python
+    with open("metrics.jsonl", "a") as log:  # when a window has closed
+        line = {"update": accum.updates, **dataclasses.asdict(accum.last), "skipped": accum.skipped}
+        log.write(json.dumps({**line, "lr": scheduler.get_last_lr()[0]}) + "\\n")
+    ```
+
+    Args:
+        metrics: a JSON object a line, with `update` (updates so far) and any of `loss`, `lr`,
+            `grad_norm`, `noise_scale`, `seconds`, `stepped` and `skipped` (windows so far, which
+            tells skipped windows of one update apart). `loss_unit` and `weight_unit` (of the noise
+            scale), two texts, go on the axes.
+        png: where the picture goes; by default report.png beside the log.
 
     Raises:
         ValueError: no line of the file tells of an update.
+        OSError: the log can't be read, or the picture not be written.
         ImportError: matplotlib is not installed.
     """
     metrics = Path(metrics)

@@ -13,24 +13,28 @@ from accumplug.window import Weight, is_number
 
 @dataclass(frozen=True)
 class WindowResult:
-    """The last closed window, as `accum.last` gives it."""
+    """The last closed window, as `accum.last` gives it.
+
+    Attributes:
+        index: how many windows were closed before this one.
+        micro_batches: micro-batches in it on this rank.
+        weight: sum of the weights of all its micro-batches on all ranks.
+        loss: weighted mean of their losses over all ranks; nan if the weight is 0.
+        grad_norm: 2-norm of the finished gradient before clipping, without the scaler's scale;
+            None where the loop steps without a clip.
+        stepped: whether it became an update.
+        scale: the GradScaler's scale during the window; 1.0 without a scaler.
+        seconds: wall time from its first micro-batch to its close.
+    """
 
     index: int
-    """How many windows were closed before this one."""
     micro_batches: int
-    """Micro-batches in it on this rank."""
     weight: float
-    """Sum of the weights of all its micro-batches on all ranks."""
     loss: float
-    """Weighted mean of their losses over all ranks; nan if the weight is 0."""
     grad_norm: float | None
-    """Norm of the finished gradient before clipping; None where the loop steps without a clip."""
     stepped: bool
-    """Whether it became an update."""
     scale: float
-    """The GradScaler's scale during the window; 1.0 without a scaler."""
     seconds: float
-    """Wall time from its first micro-batch to its close."""
 
 
 @dataclass

@@ -12,17 +12,26 @@ class NoiseSchedule:
 
     ```python
     schedule = NoiseSchedule(noise, start=4, most=64)
-    accum = Accumulator(steps=schedule, ...)
+    accum = Accumulator(steps=schedule, optimizer=optimizer)
+    accum.noise_scale = noise
     ```
     It doubles the steps when the whole interval lies above twice the window's weight,
     halves them when it lies below half of it, and then rests for `patience` updates. Growing
-    the batch along a run is appendix D of the paper; the learning rate is not touched.
+    the batch along a run is appendix D of McCandlish et al. 2018 (arXiv 1812.06162); the learning
+    rate is not touched. A `Checkpointer` saves it if it is given: `schedule=schedule`.
     """
 
     def __init__(
         self, noise: NoiseScale, *, start: int, least: int = 2, most: int, patience: int = 50
     ) -> None:
         """Follow `noise` from `start` steps on, within `least` and `most`.
+
+        Args:
+            noise: what `accum.noise_scale` is.
+            start: steps of the first windows.
+            least: fewest steps; below 2 there is nothing to compare, and it stays there.
+            most: most steps.
+            patience: updates between two changes.
 
         Raises:
             ValueError: not 1 <= least <= start <= most, or patience < 1.

@@ -38,15 +38,21 @@ def sweep_effective_batches(
     """Measure updates of different sizes, each of micro-batches of the same size.
 
     Every row starts from the model's weights, leaves out a first window as warm-up and takes
-    medians over the others. The model gets its weights, buffers and gradients back.
+    medians over the others. The model gets its weights, buffers and gradients back. Under torchrun
+    all ranks call it, each with micro-batches of its own.
 
     Args:
+        model: bare, or in DDP, whose settings are kept.
         micro_batches: micro-batches of one size, taken in turn.
         loss_fn: as for `equivalence_check`.
+        accum_steps: micro-batches per window and rank, one row each.
         num_steps: micro-batches per row, rounded up to whole windows and at least 3 of them.
         optimizer: makes the row's optimizer from the parameters.
         output_dir: where accum-curve.json is written (by rank 0); None writes nothing.
         noise: estimate the gradient noise scale from the micro-batches, if there are 4 or more.
+
+    Returns:
+        The `Curve`: `rows` of numbers, `sentence`, what they mean, `table()`, `as_json()`, `write`.
 
     Raises:
         ValueError: no micro-batch, or not all of one size, or steps below 1.
