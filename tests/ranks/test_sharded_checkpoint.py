@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -93,6 +94,8 @@ class Setup:
     total: int | None = None
     """Micro-batches of a window on all ranks; then nothing is drawn that depends on the rank."""
     weigh: bool = False
+    replicated: bool = False
+    """All shards are on all ranks (HSDP)."""
 
 
 @dataclass
@@ -114,9 +117,12 @@ class Run:
         policy = MixedPrecisionPolicy()
         if setup.half:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for layer in (self.model.first, self.model.second):
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
+        mesh = None
+        if setup.replicated:
+            shape = (dist.get_world_size(), 1)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("repeated", "sharded"))
+        for module in (self.model.first, self.model.second, self.model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
         torch.manual_seed(1000 * seed + rank)
         self.optimizer = OPTIMIZERS[setup.optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
@@ -222,6 +228,7 @@ SETUPS = {
     "last, half": Setup(half=True),
     "every, half": Setup(half=True, options={"sync": "every"}),
     "last, scaled": Setup(scaled=True),
+    "every, replicated": Setup("momentum", replicated=True, options={"sync": "every"}),
 }
 
 
@@ -266,6 +273,7 @@ RESHARDED = {
     "last": Setup(total=6),
     "every": Setup("momentum", total=6, options={"sync": "every"}),
     "last, weigh": Setup("momentum", total=6, weigh=True),
+    "replicated": Setup("momentum", total=6, replicated=True, options={"sync": "every"}),
 }
 """AdamW stretches rounding (1e-16) a hundredfold, momentum does not."""
 
@@ -279,6 +287,7 @@ RESHARDED = {
         ("every", 1, 12),
         ("every", 2, 6),
         ("last, weigh", 2, 6),
+        ("replicated", 2, 6),
     ],
 )
 def test_another_number_of_ranks_goes_on(
