@@ -163,7 +163,7 @@ class Order:
         start, deal = resume["start"], resume["start"]["deal"]
         source = loader if self.loader is None else self.loader
         batches = redeal.rest(deal["loader"], deal["world"], deal["made"], source)[deal["rank"]]
-        if position - self._base == len(batches):
+        if position - self._base == len(batches):  # this rank has no part in it
             return self._after_the_end(loader, sources, resume, position)
         sources.set_numbers(start["numbers"])
         fetches = Fetches(sources, None)
@@ -183,6 +183,9 @@ class Order:
         self, loader: Any, sources: Sources, resume: State, position: int
     ) -> Iterator[tuple[Any, bool]]:
         """The other process had been handed all items, and was about to see the end."""
+        if getattr(loader, "rng_types", None) and not redeal.why_not(loader):
+            with redeal.lent(loader, []):
+                list(loader)  # ranks that have items left wait for all to start, in there
         sources.set_numbers(resume["numbers"])
         if hasattr(loader, "end_of_dataloader"):  # a prepared loader counts behind its last item
             loader.iteration = resume["start"]["numbers"].get("iteration", loader.iteration) + 1

@@ -35,7 +35,7 @@ Batches = list[list[int]]
 
 def describe(loader: Any) -> State:
     """What the micro-batches of a pass that starts now follow from, or why they can't be told."""
-    if why := _why_not(loader):
+    if why := why_not(loader):
         return {"why": why}
     base = _base(loader)
     batches = base.batch_sampler
@@ -119,7 +119,7 @@ def _base(loader: Any) -> Any:
     return getattr(loader, "base_dataloader", loader)
 
 
-def _why_not(loader: Any) -> str | None:
+def why_not(loader: Any) -> str | None:
     """Why the micro-batches of `loader` can't be dealt anew, in words."""
     base = _base(loader)
     if not isinstance(base, DataLoader):
@@ -255,7 +255,7 @@ def _refuse_carried(deal: State, count: int) -> None:
 
 def _refuse_other_loader(described: State, loader: Any) -> None:
     """The rest of the pass has to be one of the same micro-batches."""
-    if why := _why_not(loader):
+    if why := why_not(loader):
         raise ValueError(f"the loader of this run can't take over the rest of the pass: {why}")
     base = _base(loader)
     size = getattr(base.batch_sampler, "batch_size", None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
@@ -23,6 +27,7 @@ from accumplug.checkpoint.redeal import lent
 
 from .harness import Ranks
 from .reference import Gradients, errors, grads
+from .test_accelerate import accelerated
 
 SAMPLES = 26  # micro-batches of 2, windows of 6 of them: two full ones and a tail, on 1 to 3 ranks
 TOTAL = 6
@@ -38,10 +43,16 @@ class Setup:
     weighted: bool = True
     """By tokens; else each micro-batch counts alike."""
     weigh: bool = False
+    size: int = 2
+    """Samples in a micro-batch."""
     generator: bool = False
     """The loader has a generator of its own."""
+    kind: str = ""
+    """A loader of another kind."""
     buffers: bool = False
     """The model counts its forwards in a buffer."""
+    accelerate: dict[str, Any] | None = None
+    """How a loader is prepared, if it is."""
     epochs: int = 2
     loader: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -105,14 +116,28 @@ class Told:
 
 def loader_of(rank: int, world: int, setup: Setup) -> tuple[Any, Any]:
     data, sampler = Tokens(setup.samples), None
-    if world > 1:
+    if setup.kind == "a list":
+        return list(DataLoader(data, setup.size)), None
+    if setup.kind == "a sampler of its own":
+        return DataLoader(data, setup.size, sampler=list(range(setup.samples))), None
+    if world > 1 and setup.kind != "plain" and setup.accelerate is None:
         sampler = DistributedSampler(data, world, rank, seed=3, **setup.sampler)
     shuffle = sampler is None and setup.sampler.get("shuffle", True)
     generator = torch.Generator().manual_seed(5) if setup.generator else None
     loader = DataLoader(
-        data, 2, shuffle=shuffle, sampler=sampler, generator=generator, **setup.loader
+        data, setup.size, shuffle=shuffle, sampler=sampler, generator=generator, **setup.loader
     )
     return loader, sampler
+
+
+@contextmanager
+def prepared(rank: int, config: dict[str, Any]) -> Iterator[Accelerator]:
+    """An Accelerator for models that don't use all of their parameters."""
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    with accelerated(
+        rank, dataloader_config=DataLoaderConfiguration(**config), kwargs_handlers=handlers
+    ) as accelerator:
+        yield accelerator
 
 
 def part(
@@ -121,22 +146,27 @@ def part(
     setup: Setup,
     directory: Path | None,
     resume: bool = False,
-    until: int | None = None,
     **options: Any,
 ) -> Told:
-    """Run on this rank, from the newest checkpoint on if `resume`, for `until` micro-batches."""
+    """Run on this rank, from the newest checkpoint on if `resume`."""
     torch.manual_seed(55 if resume else 1)
     loader, sampler = loader_of(rank, world, setup)
     net = Net(setup.buffers)
     model: nn.Module = net
-    if world > 1:
-        model = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    accum = Accumulator(setup.total // world, optimizer=optimizer, **setup.options)
-    told = Told([[] for _ in range(setup.epochs)], [[] for _ in range(setup.epochs)])
-    accum.on_update(lambda: told.gradients[accum.epoch].append(grads(net)))
-    weigh = {"weigh": lambda batch: batch[3].sum().item()} if setup.weigh else {}
-    with Checkpointer(directory, accum, model=model, loader=loader, **options) as checkpoint:
+    with ExitStack() as stack:
+        if setup.accelerate is not None:
+            accelerator = stack.enter_context(prepared(rank, setup.accelerate))
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        elif world > 1:
+            model = DistributedDataParallel(net, find_unused_parameters=True)
+        accum = Accumulator(max(setup.total // world, 1), optimizer=optimizer, **setup.options)
+        told = Told([[] for _ in range(setup.epochs)], [[] for _ in range(setup.epochs)])
+        accum.on_update(lambda: told.gradients[accum.epoch].append(grads(net)))
+        weigh = {"weigh": lambda batch: batch[3].sum().item()} if setup.weigh else {}
+        checkpoint = stack.enter_context(
+            Checkpointer(directory, accum, model=model, loader=loader, **options)
+        )
         if resume:
             assert checkpoint.resume() is not None
         for epoch in range(accum.epoch, setup.epochs):
@@ -147,8 +177,6 @@ def part(
                     loss, weight = loss_of(model, batch, setup.weighted)
                     accum.backward(loss, weight=weight)
                 told.seen[epoch].append(batch[0].tolist())
-                if sum(map(len, told.seen)) == until:
-                    return told
     told.micro_batches, told.epoch = accum.micro_batches, accum.epoch
     return told
 
@@ -297,6 +325,11 @@ SETUPS = {
     "carried tail": Setup(options={"tail": "carry"}),
     "skipping": Setup(options={"nonfinite": "skip_micro_batch"}),
     "weighed ahead": Setup(weigh=True),
+    "prepared": Setup(accelerate={"even_batches": False}),
+    "prepared, even": Setup(accelerate={"even_batches": True}),
+    "prepared, seedable": Setup(accelerate={"use_seedable_sampler": True}),
+    "few micro-batches a rank": Setup(total=3),
+    "few micro-batches, weighed ahead": Setup(total=3, weigh=True),
     "buffers": Setup(buffers=True),
 }
 
@@ -306,8 +339,20 @@ SETUPS = {
 def test_each_kind_of_run_goes_on_with_other_ranks(
     ranks: Ranks, setup: Setup, worlds: tuple[int, int], tmp_path: Path
 ) -> None:
+    if any(setup.total % world for world in worlds):
+        pytest.skip("the effective batch can't be kept")
     quiet = run(ranks, worlds[0], setup, tmp_path)
-    go_on(ranks, quiet, worlds[1], tmp_path)
+    go_on(ranks, quiet, worlds[1], tmp_path, slice(1, None, 2))
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 2), (3, 2), (2, 3)])
+def test_sums_that_are_reduced_each_time_go_on_with_other_ranks(
+    ranks: Ranks, worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    """Each rank has the mean of all of them; where what is left can be shared evenly."""
+    setup = Setup(total=12, options={"sync": "every"}, epochs=1, samples=36)
+    quiet = run(ranks, worlds[0], setup, tmp_path)
+    go_on(ranks, quiet, worlds[1], tmp_path, slice(worlds[1] - 1, None, worlds[1]))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -322,3 +367,51 @@ def test_workers_are_handed_the_micro_batches_that_were_dealt(persistent: bool) 
     with lent(loader, [[3]]):
         rest = iter(loader)
     assert [batch.tolist() for batch in rest] == [[3]]
+
+
+def refusal(rank: int, world: int, setup: Setup, directory: Path) -> str:
+    """What is said where a run can't be gone on from."""
+    try:
+        part(rank, world, setup, directory, resume=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "steps": (2, Setup(), 1, Setup(total=3), "steps is 3 here on 1 rank.*set steps=6"),
+    "ranks": (2, Setup(total=4), 3, Setup(total=6), "start as many ranks as divide it .1, 2, 4."),
+    "batch size": (2, Setup(), 1, Setup(size=3), "batch_size is 3 here.*set batch_size=2"),
+    "data": (2, Setup(), 1, Setup(samples=30), "30 samples here, and 26 in the pass"),
+    "list": (2, Setup(), 1, Setup(kind="a list"), "is a list; give .* a torch DataLoader"),
+    "lists": (1, Setup(kind="a list"), 2, Setup(), "is a list.*Start 1 rank until the pass"),
+    "sampler": (1, Setup(kind="a sampler of its own"), 2, Setup(), "the order of a list"),
+    "each its own": (2, Setup(kind="plain"), 1, Setup(), "each of the 2 ranks went through"),
+    "every": (1, Setup(), 2, Setup(options={"sync": "every"}), "2 ranks can't share the 5"),
+    "carry": (
+        1,
+        Setup(options={"tail": "carry"}, samples=10),
+        2,
+        Setup(options={"tail": "carry"}, samples=10),
+        "the last 1 micro-batches of the open window.*start at most 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "setup", "other", "here", "message"), REFUSED.values(), ids=REFUSED.keys()
+)
+def test_what_can_not_be_kept_is_said_with_what_to_change(
+    ranks: Ranks,
+    world: int,
+    setup: Setup,
+    other: int,
+    here: Setup,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    """On all ranks alike, before anything is trained."""
+    ranks.run(world, part, world, setup, tmp_path / "all", every=1, keep=99, timeout=60)
+    place = only(list_checkpoints(tmp_path / "all")[0], tmp_path)
+    for said in ranks.run(other, refusal, other, here, place, timeout=60):
+        assert re.search(message, said), said
