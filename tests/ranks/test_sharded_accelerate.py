@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from accumplug import Accumulator
+from accumplug import Accumulator, Checkpointer
+from accumplug.checkpoint.format import list_checkpoints
 
 from .harness import RankError, Ranks
 from .reference import big_batches, error, items, loss, windows_of
@@ -283,3 +285,44 @@ def test_save_state_before_the_first_update_of_a_sharded_model_is_warned_of(
         assert all(map(torch.equal, one, two))
     with pytest.raises(RankError, match="Missing key in checkpoint state_dict"):
         ranks.run(2, saving, sync, 2, tmp_path / "some", True)
+
+
+def keeping(rank: int, sync: str, directory: Path, resume: bool) -> tuple[int, list[Tensor]]:
+    """A run with a Checkpointer that saves after each micro-batch; the loop clips and steps."""
+    warnings.filterwarnings("ignore", message="deferring the reduction")
+    with sharding(rank) as accelerator:
+        torch.manual_seed(7 if resume else 1)
+        model: Any = nn.Sequential(*net(), nn.Dropout(0.3))  # type: ignore[arg-type]
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+        data: Any = samples(14)
+        loader: Any = DataLoader(data, batch_size=1, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accum = Accumulator(STEPS, accelerator=accelerator, sync=sync)
+        ran = 0
+        with Checkpointer(directory, accum, loader=loader, every=1, keep=99) as checkpoint:
+            if resume:
+                assert checkpoint.resume() is not None
+            for item in accum.batches(loader):
+                with accum(model):
+                    accelerator.backward(loss(model, item))
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ran += 1
+        return ran, whole(model.parameters())
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_a_checkpointer_of_a_sharded_accelerate_loop(
+    ranks: Ranks, sync: str, tmp_path: Path
+) -> None:
+    """Each micro-batch is a place to go on from, to the same bits."""
+    quiet = ranks.run(2, keeping, sync, tmp_path / "all", False)
+    saved = list_checkpoints(tmp_path / "all")
+    assert len(saved) == 7
+    for index, checkpoint in enumerate(saved):
+        directory = tmp_path / f"{index}"
+        shutil.copytree(checkpoint, directory / checkpoint.name)
+        for one, other in zip(quiet, ranks.run(2, keeping, sync, directory, True), strict=True):
+            assert other[0] == 6 - index
+            assert all(map(torch.equal, one[1], other[1]))
