@@ -8,8 +8,9 @@ checkpoint, and it takes this much talk:
   can't know how many the others make in the window, and waits for them anyway (`Meetings`).
 * A save that some rank asks for at any time (a signal, a clock) is made by all of them at one
   micro-batch: they wait for each other at the ends of blocks, and the furthest one decides
-  (`Request`). A rank gives up to wait after a while, in case another one is in a collective of
-  the loop's own that needs this one, and tries again after the next block.
+  (`Request`). It decides the save's number as well: one that will make no more micro-batches
+  before the meeting first makes those that it lacks. A rank gives up to wait after a while, in
+  case another one is in a collective that needs this one, and tries again after the next block.
 """
 
 from __future__ import annotations
@@ -76,17 +77,20 @@ class Meetings:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._met = 0
-        self._saves = 0
-        self._tell(False)
+        self.saves = 0
+        """How many this rank has made."""
+        self._arrived = False
+        self._tell()
 
     def saved(self) -> None:
         """This rank has made one more save."""
-        self._saves += 1
-        self._tell(False)
+        self.saves += 1
+        self._tell()
 
     def arrive(self) -> None:
         """The ranks meet next, and this one will make no save before that, but in `catch_up`."""
-        self._tell(True)
+        self._arrived = True
+        self._tell()
 
     def catch_up(self, save: Callable[[], None], meanwhile: Callable[[], bool]) -> bool:
         """Make the saves that others make while this rank waits for them; whether all are here.
@@ -96,12 +100,11 @@ class Meetings:
         others = [rank for rank in range(self._store.size) if rank != self._store.rank]
         while others:
             told = [self._heard(rank) for rank in others]
-            if max(saves for _, saves in told) > self._saves:
+            if max(saves for _, saves in told) > self.saves:
                 save()
-                self._tell(True)
                 continue
             others = [r for r, (met, _) in zip(others, told, strict=True) if met <= self._met]
-            if meanwhile():
+            if others and meanwhile():
                 return False
             if others:
                 time.sleep(0.002)
@@ -110,9 +113,11 @@ class Meetings:
     def meet(self) -> None:
         """The ranks meet now."""
         self._met += 1
+        self._arrived = False
 
-    def _tell(self, meets: bool) -> None:
-        self._store.set(f"saves/{self._store.rank}", f"{self._met + meets} {self._saves}")
+    def _tell(self) -> None:
+        met = self._met + self._arrived
+        self._store.set(f"saves/{self._store.rank}", f"{met} {self.saves}")
 
     def _heard(self, rank: int) -> tuple[int, int]:
         met, saves = self._store.get(f"saves/{rank}").split()
@@ -128,6 +133,8 @@ class Request:
         self._round = 0
         self.target: int | None = None
         """The micro-batch in the window that the ranks have agreed on."""
+        self.saves = 0
+        """How many saves all ranks have made before that."""
         self._looked = 0.0
         self._left = time.monotonic()
         self._block = 0.0
@@ -138,8 +145,9 @@ class Request:
         """Ask for `what`, unless something else is asked for; that is done first."""
         self.known = self._store.first(f"ask/{self._done}", what)
 
-    def is_time(self, index: int, meets: bool = False) -> bool:
-        """Whether this rank, `index` micro-batches in its window, is where `known` is to be done.
+    def is_time(self, index: int, saves: int, meets: bool) -> bool:
+        """Whether this rank, `index` micro-batches in its window and after so many `saves`, is
+        where `known` is to be done.
 
         `meets`: the ranks meet next, so it is done here at the latest.
         """
@@ -152,7 +160,7 @@ class Request:
         if self.known is None:
             return False
         if self.target is None:
-            self._meet(index)
+            self._meet(index, saves)
             self._left = time.monotonic()
         return self.target is not None and (meets or index >= self.target)
 
@@ -161,7 +169,7 @@ class Request:
         self._done += 1
         self._round, self.target, self.known = 0, None, None
 
-    def _meet(self, index: int) -> None:
+    def _meet(self, index: int, saves: int) -> None:
         """Wait for the others; if all are here, set the target."""
         deadline = time.monotonic() + PATIENCE + min(2 * self._block, 30.0)
         while True:
@@ -171,7 +179,7 @@ class Request:
             if self._store.get(f"verdict/{at}") == "all":
                 break
             self._round += 1  # somebody gave up before this rank came
-        self._store.set(f"index/{at}/{self._store.rank}", str(index))
+        self._store.set(f"place/{at}/{self._store.rank}", f"{index} {saves}")
         verdict = ""
         if self._store.add(f"count/{at}") == self._store.size:
             verdict = self._store.first(f"verdict/{at}", "all")
@@ -183,7 +191,9 @@ class Request:
             else:
                 time.sleep(0.002)
         if verdict == "all":
-            ranks = range(self._store.size)
-            self.target = max(int(self._store.get(f"index/{at}/{rank}")) for rank in ranks)
+            places = [self._store.get(f"place/{at}/{rank}") for rank in range(self._store.size)]
+            self.target, self.saves = (
+                max(numbers) for numbers in zip(*(map(int, p.split()) for p in places), strict=True)
+            )
         else:
             self._round += 1

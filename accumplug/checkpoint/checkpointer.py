@@ -276,7 +276,7 @@ class Checkpointer:
 
         Returns whether the run is interrupted.
         """
-        if (request := self._request) is None:
+        if (request := self._request) is None or (meetings := self._meetings) is None:
             return False
         meets = meeting not in (Meeting.NONE, Meeting.STEP)
         while not self._interrupted:
@@ -284,10 +284,12 @@ class Checkpointer:
                 request.ask("stop")
             elif request.known is None and self._accum._ranks.rank == 0 and self._pace.is_time():
                 request.ask("save")
-            if not request.is_time(self._accum.pending, meets):
+            if not request.is_time(self._accum.pending, meetings.saves, meets):
                 return False
             if meeting is Meeting.SHORT and request.target:
                 self._join_forward()
+            while meetings.saves < request.saves:
+                self._save()
             what = request.known
             request.done()
             self._answer(what)
@@ -335,6 +337,8 @@ class Checkpointer:
             self._source = last
         more: State = {"count": self._pace.count, "steps": self._accum.steps}
         job = self._snapshot.take(self._source, more | {"noise": self._noise()})
+        if self._meetings is not None:
+            self._meetings.saved()  # before rank 0 may wait for the parts of those who wait for it
         try:
             self._writer.submit(job)
         except RuntimeError:
@@ -342,8 +346,6 @@ class Checkpointer:
             raise
         self._saved_at = self._here()
         self._pace.saved()
-        if self._meetings is not None:
-            self._meetings.saved()
 
     def _load(self, parts: State, world: int) -> None:
         """Load what a run on `world` ranks has saved."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -111,9 +112,13 @@ class Run:
         self,
         checkpoint: Checkpointer | None,
         signal_at: tuple[int, int] | None = None,
+        signal_after: tuple[int, float] | None = None,
         pause: float = 0.0,
     ) -> None:
-        """Go on to the end. `signal_at`: a rank, and its micro-batch in which it gets a signal."""
+        """Go on to the end. `signal_at`: a rank, and its micro-batch in which it gets a signal;
+        `signal_after`: a rank, and the seconds after which it does."""
+        if signal_after is not None and signal_after[0] == self.rank:
+            threading.Timer(signal_after[1], os.kill, (os.getpid(), signal.SIGUSR1)).start()
         weigh = {"weigh": lambda item: float(len(item[0]))} if self.setup.weigh else {}
         for epoch in range(self.accum.epoch, self.setup.epochs):
             if self.sampler is not None:
