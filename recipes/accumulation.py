@@ -16,6 +16,7 @@ import copy
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -251,8 +252,13 @@ EXERCISES = {
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--num-steps",
         type=int,

@@ -63,10 +63,13 @@ def test_the_exercises_hold(tmp_path):
     [(["--num-steps", "0"], "at least 1"), (["--exercise", "rowing"], "invalid choice: 'rowing'")],
 )
 def test_wrong_options_are_refused(tmp_path, monkeypatch, capsys, arguments, said):
-    """Exit 2, and nothing written."""
+    """Exit 2, one line, and nothing written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(RECIPE), *arguments])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(RECIPE), run_name="__main__")
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("accumulation.py: error: ")
+    assert said in err
+    assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
