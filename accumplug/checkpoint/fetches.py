@@ -157,6 +157,15 @@ def use_iterator(loader: Any) -> None:
         iter(getattr(loader, "base_dataloader", loader))
 
 
+def has_workers(loader: Any) -> bool:
+    """Whether the workers of an earlier pass are there for the next one (persistent_workers).
+
+    It draws no seed for them then, so the order that is drawn after that is another one.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    return _is_loader(base) and base.persistent_workers and base._iterator is not None
+
+
 def check(loader: Any) -> None:
     """Raise ValueError for a loader whose order can't be drawn again in another process."""
     base = getattr(loader, "base_dataloader", loader)

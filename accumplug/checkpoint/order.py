@@ -28,6 +28,7 @@ from .fetches import (
     Lent,
     check,
     has_iterator,
+    has_workers,
     items_per_fetch,
     protocol,
     use_iterator,
@@ -69,6 +70,8 @@ class Order:
         check(source)
         resume, self._resume, self._total = self._resume, None, None
         sources, self._fetches = Sources(source), None
+        if resume is not None:
+            self._start_workers(resume)
         if resume is None or resume["start"] is None:
             if resume is not None:
                 self._between(sources, resume)
@@ -76,6 +79,7 @@ class Order:
                 "states": pack(sources.capture()),
                 "numbers": sources.numbers(),
                 "has_iterator": has_iterator(source),
+                "has_workers": has_workers(source),
                 "deal": {"loader": redeal.describe(source), "world": None, "made": [], "base": 0},
             }
             self._base = 0
@@ -114,6 +118,7 @@ class Order:
             "made": 0,
             "now": pack(sources.capture()),
             "numbers": sources.numbers(),
+            "has_workers": has_workers(self._source),
             "protocol": None,
         }
         if self._fetches is not None:
@@ -147,6 +152,14 @@ class Order:
         if self._late is not None:
             Sources(self._source).restore(unpack(self._late))
             self._late = None
+
+    def _start_workers(self, resume: State) -> None:
+        """If the other process had workers when the pass began, or has at the end of one."""
+        between = resume["start"] is None or resume["ended"]
+        known = resume if between else resume["start"]
+        if known["has_workers"] and not has_workers(self._source):
+            with self._making(self._source):
+                iter(getattr(self._source, "base_dataloader", self._source))
 
     def _between(self, sources: Sources, resume: State) -> None:
         """The other process was between two passes."""
