@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -64,16 +66,18 @@ class WorkerStart:
     """A worker_init_fn that lets a loader's workers live through signals that ask to save.
 
     A signal to the whole process group would otherwise end them, and with them the run, before it
-    has saved. SIGTERM from the process that has the worker still ends it.
+    has saved. SIGTERM from the process that has the worker still ends it. The worker has been
+    started with all of them blocked, see `lasting_workers`.
     """
 
     signals: tuple[int, ...]
     function: Callable[[int], Any] | None
 
     def __call__(self, worker: int) -> None:
-        for number in self.signals:
-            if number != signal.SIGTERM:
-                signal.signal(number, signal.SIG_IGN)
+        ignored = set(self.signals) - {signal.SIGTERM}
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
         if signal.SIGTERM in self.signals:
             # torch 2.13 lets a worker die of a SIGTERM that its parent has not sent. Python's
             # handlers don't see who sent it, sigwaitinfo does.
@@ -96,9 +100,15 @@ def lasting_workers(loader: Any, signals: Sequence[int]) -> Iterator[None]:
     if not signals or not getattr(loader, "num_workers", 0):
         yield
         return
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        resource_tracker.ensure_running()  # unblocks SIGTERM in this process when it starts
     before = loader.worker_init_fn
     loader.worker_init_fn = WorkerStart(tuple(signals), before)
+    # A new process inherits what is blocked: nothing ends it while it starts, and each thread that
+    # its libraries make (OpenBLAS does) has SIGTERM blocked, as sigwaitinfo needs it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         loader.worker_init_fn = before
