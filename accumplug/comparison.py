@@ -177,7 +177,7 @@ class Case:
         self.reset()
         pieces = cut(self.batch, sizes)
         if self.loop is not None:
-            self.loop(self.model, pieces)
+            self._run_loop(self.loop, pieces)
             return self._collect()
         accum = Accumulator(len(pieces))
         with warnings.catch_warnings():
@@ -186,6 +186,20 @@ class Case:
                 with accum(self.model, weight=self.items(piece)):
                     accum.backward(self.loss(piece), reduction=self.reduction)
         return self._collect()
+
+    def _run_loop(self, loop: Loop, pieces: Sequence[Any]) -> None:
+        """Run the user's own loop, which must leave the weights alone."""
+        before = [(n, p, p.detach().clone()) for n, p in self.model.named_parameters()]
+        loop(self.model, pieces)
+        changed = [name for name, p, value in before if not torch.equal(p, value)]
+        with torch.no_grad():
+            for _, parameter, value in before if changed else ():
+                parameter.copy_(value)
+        if changed:
+            raise ValueError(
+                f"the loop has changed {changed[0]}; leave the optimizer's step out, and the "
+                "gradient in .grad"
+            )
 
     def loss(self, batch: Any, only: str | None = None) -> Tensor:
         """Give the sum of the losses on the batch, or only one of them."""

@@ -219,7 +219,7 @@ def _own_loop(case: Case, runs: Mapping[Split, Gradients]) -> list[str]:
 
 
 def _shares(numbers: Sequence[float]) -> str:
-    return " : ".join(f"{number:.3g}" for number in numbers)
+    return " : ".join(f"{round(number, 6) + 0.0:.3g}" for number in numbers)  # no -0
 
 
 def sizes(split: Split) -> str:

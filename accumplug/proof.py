@@ -140,6 +140,8 @@ def equivalence_check(
     chosen = default_splits(count) if splits is None else [tuple(split) for split in splits]
     if not chosen:
         raise ValueError("there is nothing to compare: give at least one split")
+    if not (counted := float(items(batch))) > 0:
+        raise ValueError(f"items= counts {counted:g} items in the large batch")
     case = Case(model, batch, losses, items, reduction, loop)
     with torch.enable_grad(), case:
         reference = case.whole()

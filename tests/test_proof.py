@@ -381,6 +381,31 @@ def test_ones_own_loop_can_be_checked():
     assert "2+10 count as 0.5 : 0.5; right is 0.167 : 0.833" in uneven
 
 
+def test_a_loop_that_forgets_a_micro_batch_is_shown_which():
+    """Its share is 0, not the rounding of a fit."""
+
+    def loop(model, pieces):
+        for x, y in pieces[:-1]:
+            (CRITERION(model(x), y) / len(pieces)).backward()
+
+    result = equivalence_check(classifier(), data(), CRITERION, loop=loop, splits=[(4, 4, 4)])
+    assert "count as 0.333 : 0.333 : 0; right is 0.333 : 0.333 : 0.333" in reason(result)
+
+
+def test_a_loop_that_steps_is_refused_and_the_weights_come_back():
+    """There is no gradient to compare once the weights have moved."""
+    model = classifier()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def loop(model, pieces):
+        textbook(lambda k: k)(model, pieces)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    with pytest.raises(ValueError, match=r"loop has changed 0.weight.*leave the optimizer's step"):
+        equivalence_check(model, data(), CRITERION, loop=loop)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_a_wrong_factor_does_not_hide_behind_a_small_gradient():
     """Gradients of 1e-7 are all within 1e-4 of each other; the relative difference is not."""
 
@@ -571,6 +596,8 @@ class Output:
         ({"loss_fn": "mse"}, r"loss_fn is a function or a criterion of torch, got 'mse'"),
         ({"loss_fn": {"a": 3}}, r"loss_fn is a function or a criterion of torch, got 3"),
         ({"loss_fn": {}}, "at least one loss"),
+        ({"items": lambda batch: 0}, "items= counts 0 items in the large batch"),
+        ({"items": lambda batch: float("nan")}, "items= counts nan items in the large batch"),
     ],
 )
 def test_what_can_not_be_checked_is_refused(change, message):
