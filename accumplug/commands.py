@@ -115,11 +115,11 @@ def sweep(options: argparse.Namespace) -> int:
     """Measure, write and draw the throughput curve, and print it."""
     import torch
 
+    from accumplug.curve_picture import draw_curve
     from accumplug.fit import launched_ranks
     from accumplug.noise import ONE_DEVICE
     from accumplug.picture import need_matplotlib
     from accumplug.pieces import cut, items_in, take
-    from accumplug.report import draw_curve
     from accumplug.sweep import sweep_effective_batches
     from accumplug.target import load_target
 

@@ -1,12 +1,11 @@
-"""Pictures: the throughput curve of a sweep, and one page that shows how a run went.
+"""One page of pictures that shows how a run went, from its log.
 
-Everything is told apart by line style, marker and hatching, so grey print is enough.
+Everything is told apart by line style and marker, so grey print is enough.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["curve_figure", "draw_curve", "draw_run", "read_metrics", "report"]
+__all__ = ["draw_run", "read_metrics", "report"]
 
 Line = dict[str, Any]
+MANY = 30  # skipped windows, of which lines across the panel would cover the rest
 
 
 def report(metrics: str | Path, png: str | Path | None = None) -> Path:
@@ -110,11 +110,15 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [sum(near) / len(near) for near in around]
 
 
-def _loss(axes: Axes, lines: Sequence[Line]) -> None:
-    updates, losses = _series(lines, "loss")
-    axes.plot(updates, losses, _dots(losses), color=GREY, linewidth=0.8, label="each window")
-    if len(losses) >= 40:
-        axes.plot(updates, _smooth(losses), color=INK, linewidth=1.8, label="running mean")
+def _scattered(field: str) -> Callable[[Axes, Sequence[Line]], None]:
+    def draw(axes: Axes, lines: Sequence[Line]) -> None:
+        updates, values = _series(lines, field)
+        axes.plot(updates, values, _dots(values), color=GREY, linewidth=0.8, label="each window")
+        if len(values) >= 40:
+            axes.plot(updates, _smooth(values), color=INK, linewidth=1.8, label="running mean")
+        _wide_range(axes, values)
+
+    return draw
 
 
 def _dots(values: Sequence[float]) -> str:
@@ -126,10 +130,16 @@ def _plain(field: str) -> Callable[[Axes, Sequence[Line]], None]:
     def draw(axes: Axes, lines: Sequence[Line]) -> None:
         updates, values = _series(lines, field)
         axes.plot(updates, values, _dots(values), color=INK, linewidth=1.0)
-        if values and min(values) > 0 and max(values) > 30 * min(values) and field != "lr":
-            axes.set_yscale("log")
+        if field != "lr":
+            _wide_range(axes, values)
 
     return draw
+
+
+def _wide_range(axes: Axes, values: Sequence[float]) -> None:
+    """Take a log scale where the largest value would leave the others flat."""
+    if min(values) > 0 and max(values) > 30 * min(values):
+        axes.set_yscale("log")
 
 
 def _seconds(axes: Axes, lines: Sequence[Line]) -> None:
@@ -144,9 +154,9 @@ def _seconds(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 _PANELS: tuple[tuple[str, str, Callable[[Axes, Sequence[Line]], None]], ...] = (
-    ("loss", "loss\n({loss_unit})", _loss),
+    ("loss", "loss\n({loss_unit})", _scattered("loss")),
     ("lr", "learning rate", _plain("lr")),
-    ("grad_norm", "gradient norm\n(before clipping)", _plain("grad_norm")),
+    ("grad_norm", "gradient norm\n(before clipping)", _scattered("grad_norm")),
     ("noise_scale", "gradient noise scale\n({weight_unit}, an estimate)", _plain("noise_scale")),
     ("seconds", "time per window\n(seconds)", _seconds),
 )
@@ -174,8 +184,9 @@ def draw_run(lines: Sequence[Line], *, title: str) -> Figure:
         axes.set_ylabel(label.format(**units), fontsize=9)
         across = axes.get_xaxis_transform()
         if skipped:
+            high = 1.0 if len(skipped) <= MANY else 0.06
             axes.vlines(
-                skipped, 0, 1, INK, ":", label="skipped window", linewidth=0.9, transform=across
+                skipped, 0, high, INK, ":", label="skipped window", linewidth=0.9, transform=across
             )
         finish(axes)
     rows[-1].set_xlabel("optimizer updates")
@@ -185,86 +196,3 @@ def draw_run(lines: Sequence[Line], *, title: str) -> Figure:
 
 def _many(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def draw_curve(curve: Line, png: str | Path) -> Path:
-    """Draw samples per second against the effective batch, with the limit, from a curve's JSON.
-
-    Below, what an update takes for each of its micro-batches: forward and backward, and the rest.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    return save(curve_figure(curve), Path(png))
-
-
-def curve_figure(curve: Line) -> Figure:
-    """Give the picture of `draw_curve`."""
-    figure: Figure = need_matplotlib()(figsize=(8.3, 7.2), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    rows = curve["rows"]
-    batches = [row["effective_batch"] for row in rows]
-    limit = f"limit: forward and backward alone, {curve['limit_samples_per_sec']:,.0f} samples/s"
-    speeds = [row["samples_per_sec"] for row in rows]
-    limits = [row["limit_samples_per_sec"] for row in rows]
-    above.plot(batches, speeds, color=INK, marker="o", linewidth=1.6, label="measured")
-    above.plot(batches, limits, color=INK, linestyle="--", linewidth=1.2, label=limit)
-    above.set_ylim(0, max([*limits, *speeds]) * 1.1)
-    above.set_ylabel("throughput (samples per second)")
-    told = _far_apart(rows)
-    for row in told:
-        above.annotate(
-            f"{row['share_of_limit']:.0%}\n{row['accum_steps']} x {row['micro_batch']}",
-            (row["effective_batch"], row["samples_per_sec"]),
-            xytext=(0, -8),
-            textcoords="offset points",
-            va="top",
-            ha="center",
-            fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
-        )
-    _parts(below, told)
-    below.set_xscale("log", base=2)
-    below.set_xticks([r["effective_batch"] for r in told], [r["effective_batch"] for r in told])
-    below.minorticks_off()
-    below.set_xlabel(
-        "effective batch (samples per update, log scale)\n"
-        "labels: share of the limit; accumulation steps x micro-batch"
-    )
-    for axes in (above, below):
-        finish(axes)
-    return figure
-
-
-def _parts(axes: Axes, rows: Sequence[Line]) -> None:
-    """Draw bars of the time of an update divided by its steps."""
-    batches = [row["effective_batch"] for row in rows]
-    inside, rest = (
-        [row[part] / row["accum_steps"] for row in rows]
-        for part in ("forward_backward_ms", "rest_ms")
-    )
-    width = [batch / 6 for batch in batches]
-    axes.bar(batches, inside, width, color=GREY, label="forward and backward")
-    axes.bar(
-        batches,
-        rest,
-        width,
-        inside,
-        color="white",
-        edgecolor=INK,
-        hatch="///",
-        linewidth=0.6,
-        label="rest of the update",
-    )
-    axes.set_ylabel("time of an update\n(ms per micro-batch)")
-
-
-def _far_apart(rows: Sequence[Line]) -> list[Line]:
-    """Leave out rows whose labels or bars would touch the row before; the last one stays."""
-    logs = [math.log2(row["effective_batch"]) for row in rows]
-    gap = 0.08 * (logs[-1] - logs[0])
-    kept: list[int] = []
-    for i, log in enumerate(logs):
-        if not kept or (log - logs[kept[-1]] >= gap and (logs[-1] - log >= gap or log == logs[-1])):
-            kept.append(i)
-    return [rows[i] for i in kept]

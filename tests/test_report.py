@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from accumplug.report import curve_figure, draw_curve, draw_run, read_metrics, report
+from accumplug.curve_picture import curve_figure, draw_curve
+from accumplug.report import draw_run, read_metrics, report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -57,6 +58,14 @@ def test_skipped_windows_are_marked_and_counted(tmp_path):
     assert list(figure.axes[0].lines[0].get_ydata()) == [3.0, 8.0, 9.0, 10.0, 1.5]
     figure = draw_run(read_metrics(log(tmp_path / "metrics.jsonl", lines[:2])), title="run")
     assert figure.get_suptitle() == "run\n1 update, 1 skipped window"
+
+
+def test_many_skipped_windows_do_not_cover_the_panels():
+    """Their marks stay at the foot of the panel."""
+    skips = [full_line(1, stepped=False, skipped=n) for n in range(1, 42)]
+    for axes in draw_run([full_line(1), *skips], title="run").axes:
+        (marks,) = axes.collections
+        assert {float(path[1, 1]) for path in marks.get_segments()} == {0.06}
 
 
 def test_what_is_out_of_sight_is_counted_and_a_single_window_is_seen():
