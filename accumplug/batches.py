@@ -26,6 +26,8 @@ class Feed:
     """The item that was handed out is the last one (of all ranks, where they go in step)."""
     alive: float = 1.0
     """Ranks that had data left when they last told each other."""
+    begins: bool = False
+    """The pass begins, and the ranks have not told each other yet."""
     in_step: bool = False
     """All ranks go from micro-batch to micro-batch together (sync="every")."""
     plan: Plan | None = None
@@ -263,8 +265,9 @@ def _run_plan(accum: Accumulator, feed: Feed, window: list[T]) -> Iterator[T]:
 
 def _meet(accum: Accumulator, feed: Feed, has_data: float) -> None:
     """At the start of a pass: how many ranks have data at all."""
-    feed.alive = has_data
+    feed.alive, feed.begins = has_data, True
     _pause(accum, Meeting.PASS)
+    feed.begins = False
     if accum._ranks.size > 1:
         feed.alive = _floats(accum._ranks.sum([has_data]))[0]
 

@@ -7,6 +7,7 @@ import secrets
 import threading
 from pathlib import Path
 
+from .files import FileEntry
 from .manifest import name_of
 from .rotate import remove_leftovers
 from .write import Job, Place, write
@@ -47,6 +48,8 @@ class Writer:
         self.place = Place(Path(directory), token, rank, world_size, keep, patience)
         self.background = background
         self.last: Path | None = None
+        self.files: dict[str, FileEntry] = {}
+        """What is on disk of this rank's parts, by name, as far as it knows."""
         self._number = 0
         self._thread: threading.Thread | None = None
         self._failure: tuple[Job, Exception] | None = None
@@ -98,6 +101,6 @@ class Writer:
         try:
             if self._number == 1 and self.place.rank == 0:
                 remove_leftovers(self.place.directory, self.place.token)
-            self.last = write(self.place, job, self._number) or self.last
+            self.last = write(self.place, job, self._number, self.files) or self.last
         except Exception as error:
             self._failure = job, error

@@ -152,6 +152,7 @@ class Checkpointer:
         self._load(found.parts, found.checkpoint.manifest.world_size)
         self._source = found.checkpoint.path
         self._snapshot.is_saved(found.checkpoint.manifest.world_size)
+        self._writer.files = dict(found.checkpoint.manifest.files)
         self._saved_at = self._here()
         return Position(
             update=accum.updates,

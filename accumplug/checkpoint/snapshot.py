@@ -34,6 +34,7 @@ class Snapshot:
         self._memory = Memory() if copies else None
         self._others = Memory()
         self._stamps: dict[str, Stamp] = {}
+        self._held: dict[str, Encoded] = {}
         self._tree: Any = None
 
     def take(self, source: Path | None, more: State) -> Job:
@@ -53,11 +54,17 @@ class Snapshot:
                 parts[name] = others
         if self._rank == 0:
             parts["progress"] = encode(self._subject.progress(), "progress")
-        if self._rank == 0 or self._subject.is_sharded:
-            written, linked = self._weights(source)
-            parts |= written
-            link += linked
-        return Job(self._position(), parts, tuple(link), source if link else None)
+        again: dict[str, Encoded] = {}
+        if self._subject.is_sharded:
+            again = self._pieces(parts)
+        elif self._rank == 0:
+            for name, stamp, get in self._big():
+                if source is not None and self._stamps.get(name) == stamp:
+                    link.append(name)
+                    continue
+                parts[name] = self._copied(name, encode(get(), name))
+                self._stamps[name] = stamp
+        return Job(self._position(), parts, tuple(link), source if link else None, again)
 
     def is_saved(self, ranks: int) -> None:
         """The run is as it was when it was saved by `ranks` ranks: it has just been resumed."""
@@ -69,25 +76,19 @@ class Snapshot:
         """The last `take` has become no checkpoint."""
         self._stamps, self._tree = {}, None
 
-    def _weights(self, source: Path | None) -> tuple[dict[str, Encoded], list[str]]:
-        """Weights and moments to be written and linked: whole, or this rank's pieces of them."""
-        ranks, written, linked = self._accum._ranks, {}, []
-        big = self._big()
-        known = source is not None or self._rank > 0  # only rank 0 knows what has become of it
-        changed: Any = [float(not known or self._stamps.get(n) != stamp) for n, stamp, _ in big]
-        if self._subject.is_sharded:  # linked by rank 0, so all ranks have to agree
-            changed = ranks.sum(changed)
-        for (name, stamp, get), is_changed in zip(big, changed, strict=True):
-            names = [name]
-            if self._subject.is_sharded:
-                names = [f"{name}-{rank}" for rank in range(ranks.size)]
-            if not is_changed:
-                linked += names if self._rank == 0 else []
-                continue
-            own = names[self._rank]
-            written[own] = self._copied(own, encode(get(), own))
+    def _pieces(self, parts: dict[str, Encoded]) -> dict[str, Encoded]:
+        """Put this rank's pieces of weights and moments into `parts`; return what is unchanged.
+
+        That is kept, as only rank 0 knows whether the last `take` has become a checkpoint.
+        """
+        again: dict[str, Encoded] = {}
+        for name, stamp, get in self._big():
+            own, same = f"{name}-{self._rank}", self._stamps.get(name) == stamp
+            if not same or own not in self._held:
+                self._held[own] = self._copied(own, encode(get(), own))
+            (again if same else parts)[own] = self._held[own]
             self._stamps[name] = stamp
-        return written, linked
+        return again
 
     def _big(self) -> list[tuple[str, Stamp, Callable[[], Any]]]:
         subject, updates = self._subject, self._accum.updates

@@ -63,7 +63,7 @@ def _feed(accum: Accumulator) -> State | None:
     plan = feed.plan
     is_open = plan is not None and (plan.left > 0 or accum.pending > 0)
     return {
-        "alive": feed.alive,
+        "alive": None if feed.begins else feed.alive,
         "plan": _located(asdict(plan)) if plan is not None and is_open else None,
     }
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .codec import Encoded
 from .files import CheckpointError, FileEntry, check_size, fsync_directory, opened, write_file
-from .format import open_checkpoint
+from .format import Checkpoint, list_checkpoints, open_checkpoint
 from .handover import collect, hand_in, hand_in_failure
 from .manifest import MANIFEST, PART, Manifest, check_position, name_of
 from .rotate import WRITING, remove_older
@@ -35,18 +36,21 @@ class Job:
 
     `position` names it (see `name_of`) and is kept in the manifest. `parts` are written by this
     rank; no two ranks may use one name. `link` names parts that have not changed since the whole
-    checkpoint `link_from`; rank 0 takes them from there, whichever rank wrote them.
+    checkpoint `link_from`; rank 0 takes them from there, whichever rank wrote them. `again` are
+    parts of this rank that are as they were in its job before: they are linked, or written if
+    that has become no checkpoint (which only rank 0 knows for sure).
     """
 
     position: Mapping[str, Any]
     parts: Mapping[str, Encoded]
     link: tuple[str, ...] = ()
     link_from: Path | None = None
+    again: Mapping[str, Encoded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_position(dict(self.position))
         dump_json(dict(self.position))
-        for name in (*self.parts, *self.link):
+        for name in (*self.parts, *self.link, *self.again):
             if not PART.fullmatch(name) or name.casefold() == "manifest":
                 raise ValueError(f"{name!r} can't name a part: letters, digits, - and _ only")
         if both := set(self.parts) & set(self.link):
@@ -78,16 +82,24 @@ class Place:
             raise ValueError(f"token {self.token!r}: give 1 to 64 letters and digits")
 
 
-def write(place: Place, job: Job, number: int) -> Path | None:
+def write(
+    place: Place, job: Job, number: int, written: dict[str, FileEntry] | None = None
+) -> Path | None:
     """Writes this rank's share of save `number`; rank 0 then makes the whole a checkpoint.
 
     Rank 0 returns where it is once it is whole; the others None once their files are on disk.
+    `written`: what this rank has written in its jobs before, by name; it is brought up to date.
     """
-    work = place.directory / f"{WRITING}{place.token}-{number:06d}"
+    written = {} if written is None else written
+    work = _work(place, number)
     _make(place.directory)
     work.mkdir(exist_ok=place.world_size > 1)
     try:
         mine = _write_parts(work, job.parts)
+        if job.again:
+            _await_end(_work(place, number - 1))
+            mine |= _write_again(place, work, job, written)
+        written |= mine
         if place.rank:
             hand_in(work, place.rank, mine)
             return None
@@ -101,6 +113,17 @@ def write(place: Place, job: Job, number: int) -> Path | None:
         raise
     remove_older(place.directory, target, place.keep, place.token)
     return target
+
+
+def _work(place: Place, number: int) -> Path:
+    return place.directory / f"{WRITING}{place.token}-{number:06d}"
+
+
+def _await_end(work: Path) -> None:
+    """Wait until rank 0 has made a save a checkpoint, or given it up; not for ever."""
+    deadline = time.monotonic() + 60.0
+    while work.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _make(directory: Path) -> None:
@@ -121,6 +144,40 @@ def _write_parts(work: Path, parts: Mapping[str, Encoded]) -> dict[str, FileEntr
             file = f"{name}.safetensors"
             files[file] = write_tensors(work / file, tensors)
     return files
+
+
+def _write_again(
+    place: Place, work: Path, job: Job, written: Mapping[str, FileEntry]
+) -> dict[str, FileEntry]:
+    """Takes unchanged parts of this rank from the newest checkpoint that has the same files."""
+    sources = []
+    for path in reversed(list_checkpoints(place.directory)):
+        try:
+            sources.append(open_checkpoint(path))
+        except CheckpointError:
+            continue
+    files: dict[str, FileEntry] = {}
+    for part, encoded in job.again.items():
+        same = {n: written[n] for n in (f"{part}.json", f"{part}.safetensors") if n in written}
+        files |= _find_and_link(sources, work, same) or _write_parts(work, {part: encoded})
+    return files
+
+
+def _find_and_link(
+    sources: Iterable[Checkpoint], work: Path, files: Mapping[str, FileEntry]
+) -> dict[str, FileEntry]:
+    """Takes `files` from the first that has all of them, with these checksums; else nothing."""
+    for source in sources:
+        if not files or any(source.manifest.files.get(n) != entry for n, entry in files.items()):
+            continue
+        try:
+            for name, entry in files.items():
+                _link_or_copy(source.path / name, work / name, entry)
+            return dict(files)
+        except (OSError, CheckpointError):  # rank 0 has just removed it
+            for name in files:
+                (work / name).unlink(missing_ok=True)
+    return {}
 
 
 def _link(work: Path, job: Job) -> dict[str, FileEntry]:

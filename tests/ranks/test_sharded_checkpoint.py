@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.format import list_checkpoints, open_checkpoint
+from accumplug.checkpoint.codec import encode
+from accumplug.checkpoint.files import FileEntry
+from accumplug.checkpoint.format import list_checkpoints, open_checkpoint, read_part
+from accumplug.checkpoint.write import Job, Place, write
 
 from .harness import Ranks
 
@@ -143,10 +147,12 @@ class Run:
             self.loader = DataLoader(Plain(), 2, sampler=self.sampler)
         self.seen: list[Any] = []
 
-    def train(self, most: int | None = None) -> None:
-        """Go on to the end, or until so many micro-batches have run here."""
+    def train(self, signal_at: int | None = None) -> None:
+        """Go on to the end. In micro-batch `signal_at` this rank gets a signal."""
         options = {"weigh": weight_of} if self.setup.weigh else {}
         for epoch in range(self.accum.epoch, 2):
+            if getattr(self.accum._keeper, "interrupted", False):
+                break
             self.sampler.set_epoch(epoch)
             for x, y in self.accum.batches(self.loader, **options):
                 with self.accum(self.model, weight=weight_of((x, y))):
@@ -154,8 +160,8 @@ class Run:
                     loss = (tokens((x, y)) * errors).sum() / weight_of((x, y))
                     self.accum.backward(loss)
                 self.seen.append((x.clone(), loss.item()))
-                if len(self.seen) == most:
-                    return
+                if len(self.seen) == signal_at:
+                    os.kill(os.getpid(), signal.SIGUSR1)
 
     def state(self) -> dict[str, Any]:
         """Everything that another process has to arrive at; shards as each rank has them."""
@@ -187,9 +193,13 @@ def part(
     *,
     seed: int = 1,
     resume: bool = False,
+    signal_at: tuple[int, int] = (-1, 0),
     **options: Any,
 ) -> Told:
-    """Run on this rank; from the newest checkpoint on if `resume`."""
+    """Run on this rank; from the newest checkpoint on if `resume`.
+
+    `signal_at`: a rank, and its micro-batch in which it gets a signal.
+    """
     run = Run(rank, setup, seed)
     if directory is None:
         run.train()
@@ -200,7 +210,7 @@ def part(
         if resume:
             warnings.filterwarnings("ignore", message="passed over")
             assert checkpoint.resume() is not None
-        run.train()
+        run.train(signal_at[1] if signal_at[0] == rank else None)
     return Told(run.seen, run.state())
 
 
@@ -388,3 +398,43 @@ def test_a_piece_that_is_damaged_is_passed_over_by_all(ranks: Ranks, tmp_path: P
     rest = ranks.run(2, part, setup, tmp_path, seed=55, resume=True)
     assert [len(told.seen) for told in rest] == [6, 6]
     assert_same(quiet, rest, "from the older one")
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("signal_at", [(1, 2), (0, 4)])
+def test_a_signal_to_one_rank_of_a_sharded_run(
+    ranks: Ranks, sync: str, signal_at: tuple[int, int], tmp_path: Path
+) -> None:
+    """All ranks stop at one micro-batch within the window, and go on to the same bits."""
+    setup = SETUPS[sync]
+    quiet = ranks.run(3, part, setup, None)
+    signals = (signal.SIGUSR1,)
+    first = ranks.run(3, part, setup, tmp_path, signal_at=signal_at, signals=signals)
+    (count,) = {len(told.seen) for told in first}
+    assert signal_at[1] <= count <= signal_at[1] + STEPS
+    rest = ranks.run(3, part, setup, tmp_path, seed=55, resume=True)
+    assert [len(told.seen) for told in rest] == [8 - count] * 3
+    assert_same(quiet, rest, "after the signal")
+
+
+def test_what_is_unchanged_is_linked_from_where_it_is_or_written_again(tmp_path: Path) -> None:
+    """A rank that is not rank 0 does not know which of its saves have become checkpoints."""
+    place = Place(tmp_path, "token")
+    written: dict[str, FileEntry] = {}
+
+    def save(number: int, value: float, same: bool) -> Path:
+        part = {"model-0": encode({"x": torch.full((3,), value)})}
+        job = Job({"update": 1, "micro_batch": number}, {} if same else part)
+        path = write(place, replace(job, again=part if same else {}), number, written)
+        assert path is not None
+        assert read_part(open_checkpoint(path), "model-0")["x"].tolist() == [value] * 3
+        return path / "model-0.safetensors"
+
+    first = save(1, 1.0, same=False)
+    second = save(2, 1.0, same=True)
+    assert os.path.samefile(first, second)
+    lost = save(3, 2.0, same=False)
+    shutil.rmtree(lost.parent)
+    again = save(4, 2.0, same=True)
+    assert not os.path.samefile(second, again)
+    assert os.path.samefile(again, save(5, 2.0, same=True))
