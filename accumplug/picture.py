@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["GREY", "INK", "finish", "need_matplotlib", "save"]
+__all__ = ["GREY", "INK", "PALE", "finish", "need_matplotlib", "save"]
 
-INK, GREY = "#1f1f1f", "#8a8a8a"
+INK, GREY, PALE = "#1f1f1f", "#8a8a8a", "#d9d9d9"
 
 
 def need_matplotlib() -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accumplug.picture import GREY, INK, finish, need_matplotlib, save
+from accumplug.picture import GREY, INK, PALE, finish, need_matplotlib, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,9 +38,9 @@ def report(metrics: str | Path, png: str | Path | None = None) -> Path:
 
     Args:
         metrics: a JSON object a line, with `update` (updates so far) and any of `loss`, `lr`,
-            `grad_norm`, `noise_scale`, `seconds`, `stepped` and `skipped` (windows so far, which
-            tells skipped windows of one update apart). `loss_unit` and `weight_unit` (of the noise
-            scale), two texts, go on the axes.
+            `grad_norm`, `noise_scale` (with `noise_low` and `noise_high`, its interval), `seconds`,
+            `stepped` and `skipped` (windows so far, which tells skipped windows of one update
+            apart). `loss_unit` and `weight_unit` (of the noise scale), two texts, go on the axes.
         png: where the picture goes; by default report.png beside the log.
 
     Raises:
@@ -113,8 +113,10 @@ def _smooth(values: Sequence[float]) -> list[float]:
 def _scattered(field: str) -> Callable[[Axes, Sequence[Line]], None]:
     def draw(axes: Axes, lines: Sequence[Line]) -> None:
         updates, values = _series(lines, field)
-        axes.plot(updates, values, _dots(values), color=GREY, linewidth=0.8, label="each window")
-        if len(values) >= 40:
+        many = len(values) >= 40
+        color, width = (GREY, 0.8) if many else (INK, 1.0)
+        axes.plot(updates, values, _dots(values), color=color, lw=width, label="each window")
+        if many:
             axes.plot(updates, _smooth(values), color=INK, linewidth=1.8, label="running mean")
         _wide_range(axes, values)
 
@@ -126,14 +128,21 @@ def _dots(values: Sequence[float]) -> str:
     return "-" if len(values) > 2 else ".-"
 
 
-def _plain(field: str) -> Callable[[Axes, Sequence[Line]], None]:
-    def draw(axes: Axes, lines: Sequence[Line]) -> None:
-        updates, values = _series(lines, field)
-        axes.plot(updates, values, _dots(values), color=INK, linewidth=1.0)
-        if field != "lr":
-            _wide_range(axes, values)
+def _rate(axes: Axes, lines: Sequence[Line]) -> None:
+    updates, values = _series(lines, "lr")
+    axes.plot(updates, values, _dots(values), color=INK, linewidth=1.0)
 
-    return draw
+
+def _noise(axes: Axes, lines: Sequence[Line]) -> None:
+    updates, values = _series(lines, "noise_scale")
+    axes.plot(updates, values, _dots(values), color=INK, linewidth=1.0, label="estimate")
+    _wide_range(axes, values)
+    bottom, top = axes.get_ylim()  # an early interval is so wide that it would flatten the rest
+    known = [line for line in lines if _number(line.get("noise_high")) is not None]
+    places, high = _series(known, "noise_high")
+    if len(low := _series(known, "noise_low")[1]) == len(high) > 0:
+        axes.fill_between(places, low, high, color=PALE, label="95 % interval")
+    axes.set_ylim(0 if axes.get_yscale() == "linear" else bottom, top)
 
 
 def _wide_range(axes: Axes, values: Sequence[float]) -> None:
@@ -155,9 +164,9 @@ def _seconds(axes: Axes, lines: Sequence[Line]) -> None:
 
 _PANELS: tuple[tuple[str, str, Callable[[Axes, Sequence[Line]], None]], ...] = (
     ("loss", "loss\n({loss_unit})", _scattered("loss")),
-    ("lr", "learning rate", _plain("lr")),
+    ("lr", "learning rate", _rate),
     ("grad_norm", "gradient norm\n(before clipping)", _scattered("grad_norm")),
-    ("noise_scale", "gradient noise scale\n({weight_unit}, an estimate)", _plain("noise_scale")),
+    ("noise_scale", "gradient noise scale\n({weight_unit}, an estimate)", _noise),
     ("seconds", "time per window\n(seconds)", _seconds),
 )
 _UNITS = {"loss_unit": "mean over the window", "weight_unit": "items"}

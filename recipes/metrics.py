@@ -28,8 +28,9 @@ def describe(accum: Accumulator, scheduler: LambdaLR) -> Line:
         "skipped": accum.skipped,
         "epoch": accum.epoch,
     }
-    if accum.noise_scale is not None:
-        line["noise_scale"] = accum.noise_scale.estimate.value  # None while it can't be told
+    if accum.noise_scale is not None:  # None while it, or its upper end, can't be told
+        now = accum.noise_scale.estimate
+        line |= {"noise_scale": now.value, "noise_low": now.low, "noise_high": now.high}
     return {key: value if is_finite(value) else None for key, value in line.items()}
 
 

@@ -94,6 +94,19 @@ def test_units_come_from_the_log(tmp_path):
     assert plain.axes[3].get_ylabel() == "gradient noise scale\n(items, an estimate)"
 
 
+def test_the_interval_of_the_noise_scale_is_a_band_that_flattens_nothing():
+    """Drawn where both ends are known; an early one that is very wide leaves the scale as it is."""
+    ends = [{}, {"noise_low": 1.0, "noise_high": 1e9}, {"noise_low": 80.0, "noise_high": 120.0}]
+    lines = [full_line(n, noise_scale=100.0 + n, **more) for n, more in enumerate(ends, 1)]
+    axes = draw_run(lines, title="run").axes[3]
+    (band,) = axes.collections
+    corners = band.get_paths()[0].vertices.tolist()
+    assert {(2.0, 1.0), (2.0, 1e9), (3.0, 80.0), (3.0, 120.0)} == set(map(tuple, corners))
+    assert axes.get_ylim()[1] < 110
+    lines[1]["noise_high"] = None
+    assert not draw_run(lines[:2], title="run").axes[3].collections
+
+
 def boxes(figure):
     """Draw it; give the box of each text that is there, legends whole."""
     FigureCanvasAgg(figure).draw()
