@@ -104,6 +104,8 @@ class Checkpointer:
         self._saved_at: tuple[int, ...] | None = None
         self._waits_for_step = False
         self._interrupted = False
+        self._failed: RuntimeError | None = None
+        """Why a save was not written, until the loop is told."""
         self._uneven: int | None = None
         """The window in which ranks have run different numbers of micro-batches before `resume`."""
         accum._keeper = self
@@ -119,16 +121,20 @@ class Checkpointer:
 
     def save(self) -> Path:
         """Save now, and wait until it is on disk. Between two blocks; all ranks have to call it."""
+        self.wait()
         self._save()
-        if self._store is None:
-            return self._whole(self.wait())
-        try:
-            path = self.wait()
-        except RuntimeError:
-            self._store.share("")
-            raise
-        name = self._store.share(path.name if path else "")
-        return self._whole(self.directory / name if name else None)
+        return self._whole(self._finished())
+
+    def _finished(self) -> Path | None:
+        """Wait until the last save is on disk, on all ranks; where it is, if this run made it."""
+        path = self._written()
+        failed = self._saved_at is None
+        name = path.name if path is not None and not failed else ""
+        if self._store is not None:
+            name = self._store.share(name)
+        if failed:
+            self._raise_failed()
+        return self.directory / name if name else None
 
     def resume(self) -> Position | None:
         """Go on from the newest whole checkpoint; None if there is none. All ranks have to call it.
@@ -166,11 +172,9 @@ class Checkpointer:
 
     def wait(self) -> Path | None:
         """Wait until this rank writes nothing; the newest checkpoint of this run, on rank 0."""
-        try:
-            return self._writer.wait()
-        except RuntimeError:
-            self._snapshot.forget()
-            raise
+        last = self._written()
+        self._raise_failed()
+        return last
 
     def close(self) -> None:
         """Wait, and let go of the Accumulator and of the signals. Closing twice is fine."""
@@ -180,7 +184,10 @@ class Checkpointer:
             accum._keeper = None
             accum._before_block.remove(self._before_block)
             accum._after_block.remove(self._after_block)
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            self._raise_failed()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -235,11 +242,9 @@ class Checkpointer:
     # -- what accum calls ----------------------------------------------------------------------
 
     def _before_block(self) -> None:
-        try:
-            self._writer.check()
-        except RuntimeError:
-            self._snapshot.forget()
-            raise
+        if not self._writer.busy:
+            self._written()
+        self._raise_failed()
         if self._accum._feed is None:
             self._refuse_unseen_data()
             if self._waits_for_step:
@@ -318,9 +323,11 @@ class Checkpointer:
     def _answer(self, what: str | None) -> None:
         stops = what == "stop"  # the process may end right after, so all ranks wait for the disk
         if self._here() != self._saved_at or self._store is not None:
-            self.save() if stops else self._save()
-        elif stops:
-            self.wait()
+            self._save()
+        if stops:
+            path = self._finished()
+            if self._store is not None:
+                self._whole(path)
         self._pace.saved()
         self._interrupted = stops
 
@@ -334,19 +341,37 @@ class Checkpointer:
         if self._accum._micro is not None:
             raise RuntimeError("save inside of a block; a micro-batch is saved when it ends")
         self._refuse_foreign_directory()
-        if (last := self.wait()) is not None:
+        if (last := self._written()) is not None:
             self._source = last
         more: State = {"count": self._pace.count, "steps": self._accum.steps}
         job = self._snapshot.take(self._source, more | {"noise": self._noise()})
         if self._meetings is not None:
             self._meetings.saved()  # before rank 0 may wait for the parts of those who wait for it
-        try:
-            self._writer.submit(job)
-        except RuntimeError:
-            self._snapshot.forget()
-            raise
         self._saved_at = self._here()
         self._pace.saved()
+        try:
+            self._writer.submit(job)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _written(self) -> Path | None:
+        """Wait for the write in flight. A failure is kept: at the end of a block it would look as
+        if the block had failed, whose micro-batch counts."""
+        try:
+            return self._writer.wait()
+        except RuntimeError as error:
+            self._fail(error)
+            return None
+
+    def _fail(self, error: RuntimeError) -> None:
+        self._failed = self._failed or error
+        self._snapshot.forget()
+        self._saved_at = None
+
+    def _raise_failed(self) -> None:
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
 
     def _load(self, parts: State, world: int) -> None:
         """Load what a run on `world` ranks has saved."""
