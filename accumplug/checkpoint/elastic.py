@@ -57,7 +57,7 @@ def take_over(states: Sequence[State], accum: Accumulator, subject: Subject) -> 
         "scale": next((s["scale"] for s in states if s["scale"] is not None), None),
         "sums": sums,
         "replicas": _replicas(own, subject, share.done > 0),
-        "order": _order(olds, share, counters["position"], accum._options.tail == "carry"),
+        "order": _order(olds, share, counters["position"], accum, subject),
         "feed": feed,
         "count": min(old.state["count"] - old.index for old in olds) + share.index,
     }
@@ -99,16 +99,22 @@ def _refuse_uneven(share: Share, olds: Sequence[Old], accum: Accumulator, subjec
             f"left of the open window; start {_ranks(len(olds))} until it is full, or a number of "
             f"ranks that divides {left}"
         )
-    if min(share.lefts) > 0:
-        return
-    sparse = any(has_sparse_gradients(ddp) for m in subject.models for ddp in replicas(m))
-    if sparse or not (accum.takes_step or accum._loop):
+    if min(share.lefts) == 0 and _needs(accum, subject) != "none":
         raise ValueError(
-            f"{left} micro-batches are left of the open window, too few for {size} ranks, and a "
-            f"rank without one can't stand in for it {'with sparse gradients' if sparse else ''}"
-            f"{'' if sparse else 'unless optimizer= or accelerator= is given'}; start at most "
-            f"{_ranks(left)} until the window is full"
+            f"{left} micro-batches are left of the open window, too few for {size} ranks, and one "
+            f"that has none can't stand in for it in this run (for that it takes optimizer= or "
+            f"accelerator=, and no sparse gradients); start at most {_ranks(left)}, or give "
+            f"optimizer="
         )
+
+
+def _needs(accum: Accumulator, subject: Subject) -> str:
+    """How many micro-batches of its own a rank needs to take part in a window: "none" or "one", or
+    "as many" as the others."""
+    sparse = any(has_sparse_gradients(ddp) for m in subject.models for ddp in replicas(m))
+    if (accum.takes_step or accum._loop) and not (sparse or subject.is_sharded):
+        return "none"
+    return "one" if accum._options.tail == "flush" and not subject.is_sharded else "as many"
 
 
 def _replicas(own: State, subject: Subject, is_open: bool) -> list[State]:
@@ -119,11 +125,10 @@ def _replicas(own: State, subject: Subject, is_open: bool) -> list[State]:
     return [{"awaits_buffers": not is_open, "buckets": order} for order in orders[:count]]
 
 
-def _order(olds: Sequence[Old], share: Share, position: int, carries: bool) -> State:
-    """The place in the data of this rank, which has been handed `position` items before.
-
-    `carries`: the next pass goes on with a window that this one leaves open.
-    """
+def _order(
+    olds: Sequence[Old], share: Share, position: int, accum: Accumulator, subject: Subject
+) -> State:
+    """The place in the data of this rank, which has been handed `position` items before."""
     own: State = dict(olds[share.rank % len(olds)].state["order"])
     if own["protocol"] is not None or any(
         start["protocol"] is not None for start in own["starts"].values()
@@ -137,7 +142,13 @@ def _order(olds: Sequence[Old], share: Share, position: int, carries: bool) -> S
     if started is None or all(order["ended"] for order in orders):
         return own
     deal = started["deal"]
-    new = {"taken": [old.taken for old in olds], "lefts": share.lefts, "carries": carries}
+    new = {
+        "taken": [old.taken for old in olds],
+        "lefts": share.lefts,
+        "carries": accum._options.tail == "carry",
+        "window": share.steps * len(share.lefts),
+        "needs": _needs(accum, subject),
+    }
     deal = {**deal, "world": deal["world"] or len(olds), "made": [*deal["made"], new]}
     start = {**started, "deal": {**deal, "rank": share.rank, "base": position}, "states": None}
     return {**own, "start": start, "ended": False, "starts": {}, "made": 0}

@@ -70,6 +70,7 @@ def rest(described: State, world: int, deals: list[State], loader: Any) -> list[
         lefts = deal["lefts"]
         _refuse_carried(deal, len(places))
         dealt = spread([dealt[rank][index] for _, rank, index in places], lefts)
+        _refuse_unequal(deal, len(places))
     _refuse_other_loader(described, loader)
     return dealt
 
@@ -250,6 +251,20 @@ def _refuse_carried(deal: State, count: int) -> None:
         raise ValueError(
             f'tail="carry" takes the last {left - count} micro-batches of the open window from '
             f"the next pass, too few for {ranks} ranks; start at most {left - count}"
+        )
+
+
+def _refuse_unequal(deal: State, count: int) -> None:
+    """The window that the data end is too small for ranks that can't do without a micro-batch."""
+    left, ranks = sum(deal["lefts"]), len(deal["lefts"])
+    last = count if count < left else (count - left) % deal["window"]
+    fits = {"none": True, "one": last == 0 or last >= ranks, "as many": last % ranks == 0}
+    if not fits[deal["needs"]]:
+        raise ValueError(
+            f"the last window of the pass gets {last} micro-batches, which {ranks} ranks can't "
+            f"share here, where one without data can't stand in for it (that takes optimizer= or "
+            f"accelerator=, and neither fully_shard nor sparse gradients); start a number of ranks "
+            f"that divides {last}, or give optimizer="
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,9 +43,13 @@ class Setup:
     samples: int = SAMPLES
     weighted: bool = True
     """By tokens; else each micro-batch counts alike."""
+    unread: bool = False
+    """Weights are tensors that nobody reads."""
     weigh: bool = False
     size: int = 2
     """Samples in a micro-batch."""
+    steps_itself: bool = False
+    """The loop steps, not accum."""
     generator: bool = False
     """The loader has a generator of its own."""
     kind: str = ""
@@ -130,6 +135,16 @@ def loader_of(rank: int, world: int, setup: Setup) -> tuple[Any, Any]:
     return loader, sampler
 
 
+class Wrapped:
+    """What a progress bar does."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
 @contextmanager
 def prepared(rank: int, config: dict[str, Any]) -> Iterator[Accelerator]:
     """An Accelerator for models that don't use all of their parameters."""
@@ -160,22 +175,30 @@ def part(
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         elif world > 1:
             model = DistributedDataParallel(net, find_unused_parameters=True)
-        accum = Accumulator(max(setup.total // world, 1), optimizer=optimizer, **setup.options)
+        stepper = {} if setup.steps_itself else {"optimizer": optimizer}
+        accum = Accumulator(max(setup.total // world, 1), **stepper, **setup.options)
         told = Told([[] for _ in range(setup.epochs)], [[] for _ in range(setup.epochs)])
         accum.on_update(lambda: told.gradients[accum.epoch].append(grads(net)))
+        options |= {"optimizer": optimizer} if setup.steps_itself else {}
         weigh = {"weigh": lambda batch: batch[3].sum().item()} if setup.weigh else {}
+        named = None if setup.kind == "unnamed" else loader
         checkpoint = stack.enter_context(
-            Checkpointer(directory, accum, model=model, loader=loader, **options)
+            Checkpointer(directory, accum, model=model, loader=named, **options)
         )
         if resume:
             assert checkpoint.resume() is not None
+        warnings.filterwarnings("ignore", message="without optimizer= or accelerator=")
+        wrap = Wrapped if setup.kind == "wrapped" else lambda loader: loader
         for epoch in range(accum.epoch, setup.epochs):
             if sampler is not None:
                 sampler.set_epoch(epoch)
-            for batch in accum.batches(loader, **weigh):
-                with accum(model):
+            for batch in accum.batches(wrap(loader), **weigh):
+                with accum(model) as micro:
                     loss, weight = loss_of(model, batch, setup.weighted)
-                    accum.backward(loss, weight=weight)
+                    accum.backward(loss, torch.tensor(weight) if setup.unread else weight)
+                if setup.steps_itself and micro.closes:
+                    optimizer.step()
+                    optimizer.zero_grad()
                 told.seen[epoch].append(batch[0].tolist())
     told.micro_batches, told.epoch = accum.micro_batches, accum.epoch
     return told
@@ -321,6 +344,10 @@ SETUPS = {
     "drop_last in the sampler": Setup(sampler={"drop_last": True}),
     "drop_last in the loader": Setup(loader={"drop_last": True}),
     "a generator of the loader's": Setup(generator=True),
+    "an unnamed loader": Setup(kind="unnamed"),
+    "a wrapped loader": Setup(kind="wrapped"),
+    "weights that nobody reads": Setup(unread=True),
+    "unread, weighed ahead": Setup(unread=True, weigh=True),
     "dropped tail": Setup(options={"tail": "drop"}),
     "carried tail": Setup(options={"tail": "carry"}),
     "skipping": Setup(options={"nonfinite": "skip_micro_batch"}),
@@ -353,6 +380,15 @@ def test_sums_that_are_reduced_each_time_go_on_with_other_ranks(
     setup = Setup(total=12, options={"sync": "every"}, epochs=1, samples=36)
     quiet = run(ranks, worlds[0], setup, tmp_path)
     go_on(ranks, quiet, worlds[1], tmp_path, slice(worlds[1] - 1, None, worlds[1]))
+
+
+@pytest.mark.parametrize("worlds", [(1, 3), (2, 3), (3, 2)])
+def test_loops_that_step_go_on_with_other_ranks(
+    ranks: Ranks, worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    """Where each rank has a part in each window that is left."""
+    quiet = run(ranks, worlds[0], Setup(steps_itself=True, samples=24), tmp_path)
+    go_on(ranks, quiet, worlds[1], tmp_path, slice(0, 3 if worlds[0] == 1 else 1))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -388,6 +424,13 @@ REFUSED = {
     "sampler": (1, Setup(kind="a sampler of its own"), 2, Setup(), "the order of a list"),
     "each its own": (2, Setup(kind="plain"), 1, Setup(), "each of the 2 ranks went through"),
     "every": (1, Setup(), 2, Setup(options={"sync": "every"}), "2 ranks can't share the 5"),
+    "steps itself": (
+        1,
+        Setup(steps_itself=True),
+        2,
+        Setup(steps_itself=True),
+        "the last window of the pass gets 1 micro-batches.*give optimizer=",
+    ),
     "carry": (
         1,
         Setup(options={"tail": "carry"}, samples=10),
