@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             if options.traceback:
                 raise
-            print(f"accumplug {options.command}: error: {_one_line(error)}", file=sys.stderr)
+            sys.stderr.write(f"accumplug {options.command}: error: {_one_line(error)}\n")
             return BAD_INPUT
 
 

@@ -91,6 +91,8 @@ def check(options: argparse.Namespace) -> int:
     from accumplug.proof import equivalence_check
     from accumplug.target import load_target
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("the check is for a single process; run it without torchrun")
     target = load_target(options.target)
     if options.float64:
         target = target.double()

@@ -63,6 +63,10 @@ class Bench:
     def __post_init__(self) -> None:
         self._feed = itertools.cycle(self.micro_batches)
         self._clock = Clock(next(self.model.parameters()).device)
+        bare = self.given is self.model
+        self._loose = bare and _on_any_rank(
+            leaves_out_parameters(self.model, self.micro_batches, self.loss_fn)
+        )
 
     def measure(self, steps: int, updates: int, optimizer: Optimizer) -> Measured:
         """Train `updates` windows of `steps` micro-batches, after one that warms up.
@@ -74,34 +78,20 @@ class Bench:
 
         found = Measured()
         self.memory.restart()
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            found.syncs = self._count_alone(steps, optimizer)
-            accum = Accumulator(steps, optimizer=optimizer)
-            self._windows(found, accum, self.model, steps, updates)
-        else:
+        with sync_counter(self.given, find_unused_parameters=self._loose) as counter:
             found.world_size = dist.get_world_size()
-            with sync_counter(self.given) as counter:
-                self._window(Accumulator(steps, optimizer=optimizer), counter.model, steps)
+            self._window(Accumulator(steps, optimizer=optimizer), counter.model, steps)
+            if found.world_size > 1:
                 before, accum = counter.syncs, Accumulator(steps, optimizer=optimizer)
                 self._windows(found, accum, counter.model, steps, updates)
                 found.syncs = (counter.syncs - before) / updates
+            else:
+                found.syncs = counter.syncs
+        if found.world_size == 1:
+            accum = Accumulator(steps, optimizer=optimizer)
+            self._windows(found, accum, self.model, steps, updates)
         found.peak_memory = self.memory.bytes()
         return found
-
-    def _count_alone(self, steps: int, optimizer: Optimizer) -> int:
-        """Train one window in the DDP of a single process; give its reductions."""
-        from accumplug.accumulator import Accumulator
-
-        for loose in (False, True):
-            try:
-                with sync_counter(self.given, find_unused_parameters=loose) as counter:
-                    self._window(Accumulator(steps, optimizer=optimizer), counter.model, steps)
-                    return counter.syncs
-            except RuntimeError as error:
-                if loose or "find_unused_parameters" not in str(error):
-                    raise
-                self.model.zero_grad()  # a parameter that no loss reaches: without DDP no matter
-        raise AssertionError
 
     def _windows(
         self, found: Measured, accum: Accumulator, model: nn.Module, steps: int, updates: int
@@ -135,6 +125,24 @@ class Bench:
         seconds = self._clock.seconds(begin, self._clock.mark()) / passes
         self.model.zero_grad(set_to_none=True)
         return seconds
+
+
+def leaves_out_parameters(model: nn.Module, micro_batches: Sequence[Any], loss_fn: Losses) -> bool:
+    """Whether any of the losses reaches not every parameter, for which DDP would wait."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for micro_batch in micro_batches:
+        loss = call_loss(loss_fn, model, micro_batch)
+        if any(g is None for g in torch.autograd.grad(loss, parameters, allow_unused=True)):
+            return True
+    return False
+
+
+def _on_any_rank(here: bool) -> bool:
+    if not dist.is_initialized():
+        return here
+    found: list[bool] = [here] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    return any(found)
 
 
 def noise_between(

@@ -64,9 +64,9 @@ def sweep_effective_batches(
         raise ValueError(f"steps must be at least 1, got {list(accum_steps)} and {num_steps}")
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     memory = PeakMemory(next(bare.parameters()).device)
-    bench = Bench(bare, model, micro_batches, loss_fn, memory)
     rows = []
     with _as_it_was(bare) as restart:
+        bench = Bench(bare, model, micro_batches, loss_fn, memory)
         estimate = noise_between(bare, micro_batches, loss_fn) if noise else None
         for steps in sorted(set(accum_steps)):
             restart()

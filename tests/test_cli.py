@@ -128,6 +128,16 @@ def test_plan_with_fit_finds_the_largest_micro_batch_that_runs(parts, capsys):
     assert out == "steps 1: 2 items x 1 micro-batch x 8 ranks = 16 items\n"
 
 
+def test_check_sends_several_ranks_away(capsys, monkeypatch):
+    """It compares in a single process."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = run(capsys, "check")
+    assert (code, out) == (2, "")
+    assert err == "accumplug check: error: the check is for a single process; run it without " + (
+        "torchrun\n"
+    )
+
+
 def test_plan_knows_the_ranks_of_a_launcher(capsys, monkeypatch):
     """As `--world-size` says that it does; the first rank prints."""
     monkeypatch.setenv("WORLD_SIZE", "4")
