@@ -108,8 +108,8 @@ class Curve:
         alone = first.median_step_ms * first.share_of_limit / first.accum_steps
         cost = max(0.0, first.median_step_ms * (1 - first.share_of_limit))
         text = (
-            f"{where}. An update costs {cost:.2g} ms beside its forward and backward passes, as "
-            f"much as {cost / alone:.2g} micro-batches of {first.micro_batch}."
+            f"{where}. An update costs {_brief(cost)} ms beside its forward and backward passes, "
+            f"as much as {_brief(cost / alone)} micro-batches of {first.micro_batch}."
         )
         if self.noise is not None:
             text += f" {self.noise.sentence((reached or last).effective_batch)}"
@@ -151,3 +151,8 @@ class Curve:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
         return path
+
+
+def _brief(number: float) -> str:
+    """Give two digits, or all before the point."""
+    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"

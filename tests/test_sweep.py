@@ -247,6 +247,9 @@ def test_the_sentence_says_where_it_saturates_and_what_an_update_costs():
     assert "reach 96% of the limit (100 per second) at an effective batch of 64" in curve.sentence
     assert "An update costs 5 ms" in curve.sentence
     assert "as much as 1 micro-batches of 8" in curve.sentence
+    dear = Curve((row(1, 0.01, step_ms=2000.0),), "cpu", "resident").sentence
+    assert "costs 1,980 ms beside" in dear
+    assert "as much as 99 micro-batches of 8" in dear
     rising = Curve((row(1, 0.5), row(8, 0.8)), "cpu", "resident")
     assert "still rise at an effective batch of 64" in rising.sentence
     noise = NoiseEstimate(1000.0, 800.0, 1200.0, 1.0, 1000.0, 9)
