@@ -13,13 +13,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .files import CheckpointError, FileEntry, check_size, opened, read_file, write_file
+from .files import (
+    THREADS,
+    CheckpointError,
+    FileEntry,
+    check_size,
+    opened,
+    read_file,
+    write_file,
+)
 from .strictjson import MAX_JSON, dump_json, parse_json
 
 DTYPES = {
@@ -100,18 +109,24 @@ def read_tensors(path: Path, entry: FileEntry, *, mapped: bool = False) -> dict[
     layout, start = _layout(header, entry.size - 8 - size, path), 8 + size
     memory, tensors = read_file(path, entry, mapped=True), {}
     for name, (dtype, shape) in layout.items():
-        if not (count := math.prod(shape)):
+        if count := math.prod(shape):
+            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+            tensors[name] = tensor.view(shape)
+            start += count * dtype.itemsize
+        else:
             tensors[name] = _empty(path, name, dtype, shape)
-            continue
-        tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
-        stays = mapped and tensor.data_ptr() % ALIGN == 0
-        tensors[name] = tensor if stays else _copy(tensor)
-        start += count * dtype.itemsize
+    views = [n for n, t in tensors.items() if t.numel() and not (mapped and _is_aligned(t))]
+    with ThreadPoolExecutor(THREADS) as pool:
+        tensors |= zip(views, pool.map(_copy, (tensors[name] for name in views)), strict=True)
     return tensors
 
 
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % ALIGN == 0
+
+
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """As `clone`, but with one thread: more of them only wait for the memory, and burn the CPU."""
+    """As `clone`, whose own threads wait for each other by burning the CPU."""
     copy = torch.empty_like(tensor)
     np.copyto(np.frombuffer(raw(copy), np.uint8), np.frombuffer(raw(tensor), np.uint8))
     return copy
