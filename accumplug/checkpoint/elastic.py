@@ -48,13 +48,14 @@ def take_over(states: Sequence[State], accum: Accumulator, subject: Subject) -> 
         plan = plan_of(olds, share)
         alive = None if plan is None else float(sum(left > 0 for left in share.lefts))
         feed = {"alive": alive, "plan": plan}
+    scales = [s["scale"] for s in states if s["scale"] is not None] if share.index else []
     window, sums = merge(olds, share, accum._options.sync == "every")
     if share.done and subject.is_sharded:
         sums = shards.deal([old.state["sums"] for old in olds if old.index], sums)
     return {
         **own,
         "accum": counters | window,
-        "scale": next((s["scale"] for s in states if s["scale"] is not None), None),
+        "scale": scales[0] if scales else None,
         "sums": sums,
         "replicas": _replicas(own, subject, share.done > 0),
         "order": _order(olds, share, counters["position"], accum, subject),
