@@ -60,6 +60,7 @@ def clear(root: FSDPModule) -> None:
 def reduce_now(root: FSDPModule) -> None:
     """Reduce-scatter what was deferred, outside of a backward. All ranks have to be here."""
     defer(root, False)
+    root._get_fsdp_state()._lazy_init()  # if no forward has run in this process
     groups = list(_groups(root))
     for module in _modules(root):  # post_backward reads the unsharded parameters
         module.unshard()

@@ -92,4 +92,6 @@ def _load(accum: Accumulator, directory: Path, number: int) -> None:
         )
     accum.load_state_dict(window)
     for model, each in zip(_models(accum), sums, strict=bool(sums)):
+        if sharded.roots(model):
+            accum._models.see([model])
         accum._sum.restore(model, each)

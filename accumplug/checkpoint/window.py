@@ -11,6 +11,7 @@ from torch import Tensor
 from accumplug.accumulator import Accumulator
 from accumplug.batches import Feed
 from accumplug.running import named
+from accumplug.sharded import roots
 from accumplug.weights import Plan
 
 from . import shards
@@ -39,6 +40,8 @@ def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> Non
     subject.settle_replicas(state["replicas"])
     accum.load_state_dict(_placed(state["accum"], device))
     for model, packed in zip(subject.models, state["sums"], strict=bool(state["sums"])):
+        if roots(model):
+            accum._models.see([model])  # what it has deferred is reduced by nothing else
         sums = shards.unpack(shards.join([packed]), named(model))
         accum._sum.restore(model, {name: _given(grad) for name, grad in sums.items()})
     accum._update.scale = _placed(state["scale"], device)

@@ -443,3 +443,29 @@ def test_what_is_unchanged_is_linked_from_where_it_is_or_written_again(tmp_path:
     again = save(4, 2.0, same=True)
     assert not os.path.samefile(second, again)
     assert os.path.samefile(again, save(5, 2.0, same=True))
+
+
+def flushed(rank: int, setup: Setup, directory: Path) -> dict[str, Tensor]:
+    """Close the window of a checkpoint at once; the weights after that."""
+    run = Run(rank, setup, 1)
+    with Checkpointer(directory, run.accum, model=run.model, loader=run.loader) as checkpoint:
+        assert checkpoint.resume() is not None
+    assert run.accum.flush()
+    return {name: full(value) for name, value in run.model.state_dict().items() if name != "calls"}
+
+
+@pytest.mark.parametrize("name", ["last", "every"])
+def test_a_window_that_was_dealt_to_more_ranks_can_be_closed_at_once(
+    ranks: Ranks, name: str, tmp_path: Path
+) -> None:
+    """Where only one of them was handed a sum, too."""
+    ranks.run(1, whole, RESHARDED[name], tmp_path / "all", False)
+    checkpoint = list_checkpoints(tmp_path / "all")[7]
+    assert open_checkpoint(checkpoint).manifest.position["pending"] == 2
+    told = []
+    for world in (1, 2):
+        shutil.copytree(checkpoint, tmp_path / f"{world}" / checkpoint.name)
+        told += ranks.run(world, flushed, RESHARDED[name], tmp_path / f"{world}")
+    for after in told[1:]:
+        for key, weight in after.items():
+            torch.testing.assert_close(weight, told[0][key], rtol=0, atol=1e-12)
