@@ -131,7 +131,7 @@ class MicroBatch:
                 accum._losses.add(loss, self.weight, reduction)
         if not self.finished:
             self._finish()
-        if accum._probe is not None and first:
+        if accum._probe is not None:
             if self.index == 0 and not self.ends:
                 accum._probe.first(window, self.weight)
             elif self.ends and not accum.takes_step:

@@ -282,3 +282,19 @@ def test_a_first_micro_batch_that_was_left_out_says_nothing():
     assert windows == [
         pytest.approx(norms(model.parameters(), model, pieces[0], torch.cat(pieces)))
     ]
+
+
+def test_two_backwards_of_one_micro_batch_are_one_gradient():
+    """Two terms of the same objective: the small norm is that of both, as the large one is."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)).double()
+    accum = Accumulator(3, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    accum.noise_scale = Heard()
+    pieces = torch.randn(9, 6, dtype=torch.float64).split((2, 3, 4))
+    for piece in pieces:
+        with accum(model, weight=len(piece)):
+            accum.backward(0.3 * model(piece).square().mean())
+            accum.backward(0.7 * model(piece).square().mean())
+    assert accum.noise_scale.windows == [
+        pytest.approx(norms(model.parameters(), model, pieces[0], torch.cat(pieces)))
+    ]
