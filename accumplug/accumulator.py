@@ -69,6 +69,15 @@ class Accumulator:
             device in each), or "raise".
         process_group: the data-parallel ranks; all of them by default.
 
+    Attributes:
+        windows: closed so far, updates or not.
+        updates: windows that became an update.
+        skipped: windows closed without one: a gradient that was not finite, or no weight at all.
+        micro_batches: that counted on this rank.
+        epoch: finished passes through the data.
+        position: items that `batches` has handed out in this pass.
+        syncs: gradient reductions over the ranks that really ran on this rank.
+
     Raises:
         ValueError: options that are unknown, contradict each other or would be ignored.
     """
@@ -129,20 +138,8 @@ class Accumulator:
         self._opened = 0.0
         self._closed: Closed | None = None
         self._last: WindowResult | None = None
-        self.windows = 0
-        """Windows closed, updates or not."""
-        self.updates = 0
-        """Windows that became an update."""
-        self.skipped = 0
-        """Windows closed without one: a gradient that was not finite, or no weight at all."""
-        self.micro_batches = 0
-        """Micro-batches that counted on this rank."""
-        self.epoch = 0
-        """Finished passes through the data."""
-        self.position = 0
-        """Items that `batches` has handed out in this pass."""
-        self.syncs = 0
-        """Gradient reductions over the ranks that really ran on this rank."""
+        self.windows = self.updates = self.skipped = self.micro_batches = 0
+        self.epoch = self.position = self.syncs = 0
         Accumulator._live.add(self)
         if accelerator is not None:
             from accumplug.checkpoint.beside import follow
