@@ -139,11 +139,13 @@ class Checkpointer:
     def resume(self) -> Position | None:
         """Go on from the newest whole checkpoint; None if there is none. All ranks have to call it.
 
-        A newer one that is damaged is passed over with a warning that names the file.
+        A newer one that is damaged is passed over with a warning that names the file. Ranks may be
+        more or fewer than those that saved, if the effective batch stays (elastic.py).
 
         Raises:
             RuntimeError: inside of a block or a pass.
-            ValueError: the checkpoint is of other objects than these.
+            ValueError: the checkpoint is of other objects than these, or of another number of
+                ranks in a way that can't be gone on from; the message says what to change.
         """
         accum = self._accum
         if accum._micro is not None or accum._feed is not None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 
 from accumplug import Accumulator, Checkpointer
 from accumplug.checkpoint.format import list_checkpoints, open_checkpoint, read_part
-from accumplug.checkpoint.redeal import lent
+from accumplug.checkpoint.redeal import lent, spread
 
 from .harness import Ranks
 from .reference import Gradients, errors, grads
@@ -418,6 +418,11 @@ def test_loops_that_step_go_on_with_other_ranks(
     """Where each rank has a part in each window that is left."""
     quiet = run(ranks, worlds[0], Setup(steps_itself=True, samples=24), tmp_path)
     go_on(ranks, quiet, worlds[1], tmp_path, slice(0, 3 if worlds[0] == 1 else 1))
+
+
+def test_ranks_fill_their_parts_of_a_window_in_the_same_round() -> None:
+    """So that none closes a window that the others take into the next pass; then by turns."""
+    assert spread("abcdefgh", [1, 2, 2]) == [["c", "f"], ["a", "d", "g"], ["b", "e", "h"]]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
