@@ -21,12 +21,14 @@ def find_foreign(accum: Accumulator) -> Foreign:
     """What belongs to the other Accumulators and not to this one."""
     sums = [other._sum for other in others(accum)]
     own = {id(p) for p in accum._sum.parameters}
+    mine = accum._sum.roots(accum._sum.models)
     parameters = [weakref.ref(p) for s in sums for p in s.parameters if id(p) not in own]
     found = [ddp for s in sums for ddp in s.replicas(s.models)]
     if accum._ranks.size > 1:  # also those that their Accumulators have not seen yet
         found += [ddp for s in sums for ddp in find_replicas(s.stepped_parameters)]
     ddps = [weakref.ref(ddp) for ddp in {id(ddp): ddp for ddp in found}.values()]
-    return Foreign(RunningSum.changes, parameters, ddps)
+    roots = [weakref.ref(root) for s in sums for root in s.roots(s.models) if root not in mine]
+    return Foreign(RunningSum.changes, parameters, ddps, roots)
 
 
 def shares_scaler(accum: Accumulator) -> bool:

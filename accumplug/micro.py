@@ -289,16 +289,17 @@ class MicroBatch:
         create_graph: bool,
     ) -> None:
         """Run the backward, adding nothing to the sums of other Accumulators."""
-        references = self._accum._foreign().parameters
-        if not (references or self.replicas) and self._accum.micro_batches:
+        others = self._accum._foreign()
+        if not (others.parameters or self.replicas) and self._accum.micro_batches:
             run_backward(roots, grads, retain_graph, create_graph)
             return
-        foreign = [p for r in references if (p := r()) is not None and p.requires_grad]
+        foreign = [p for r in others.parameters if (p := r()) is not None and p.requires_grad]
         stats, versions = self._stats(), self._accum._versions(self)
         for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
             parameter.requires_grad_(False)
         try:
-            run_backward(roots, grads, retain_graph, create_graph)
+            with sharded.untouched(r for ref in others.roots if (r := ref()) is not None):
+                run_backward(roots, grads, retain_graph, create_graph)
         finally:
             for parameter in foreign:
                 parameter.requires_grad_(True)

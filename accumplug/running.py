@@ -75,6 +75,7 @@ class Foreign:
     changes: int = -1
     parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     replicas: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
+    roots: list[weakref.ref[FSDPModule]] = field(default_factory=list)
 
 
 class RunningSum:

@@ -7,7 +7,8 @@ torch/distributed/fsdp/_fully_shard).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,25 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def defer(root: FSDPModule, deferred: bool) -> None:
     """Let the next backward of `root` keep its gradients local, or reduce-scatter all of them."""
     root.set_requires_gradient_sync(not deferred)
+
+
+@contextmanager
+def untouched(roots: Iterable[FSDPModule]) -> Iterator[None]:
+    """Let a backward through `roots`, whose window is another one, add nothing nor reduce."""
+    roots = list(roots)
+    found = [whole for r in roots for p in _parameters(r) if (whole := _whole(p)) is not None]
+    frozen = [p for p in found if p.requires_grad]
+    for root in roots:
+        defer(root, True)
+    for parameter in frozen:  # AccumulateGrad passes over what requires no gradient
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for root in roots:
+            defer(root, False)
 
 
 def sums(root: FSDPModule) -> list[Tensor]:
@@ -157,6 +177,11 @@ def _parameters(root: FSDPModule) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
+def _whole(parameter: Any) -> Tensor | None:
+    """The parameter that runs in forward; there is none before the first."""
+    whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
+    return whole
+
+
 def _grad(parameter: Any) -> Tensor | None:
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    return None if unsharded is None else unsharded.grad
+    return None if (whole := _whole(parameter)) is None else whole.grad

@@ -250,7 +250,6 @@ def play(rank: int, sync: str) -> list[Tensor]:
     return [p.full_tensor().detach() for p in both]  # type: ignore[attr-defined]
 
 
-@pytest.mark.xfail(reason="the generator's loss is added to the sum of the discriminator")
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_accumulator_for_each_of_two_sharded_models(
