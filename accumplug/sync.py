@@ -264,8 +264,13 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
         ) from error
 
 
-def bucket_order(ddp: DistributedDataParallel) -> list[str]:
-    """The names of the parameters of `ddp.module`, in the order of its buckets."""
+def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
+    """The names of the parameters of `ddp.module`, in the order of its buckets.
+
+    None with sparse gradients: torch 2.13 can't show a bucket that has one.
+    """
+    if has_sparse_gradients(ddp):
+        return None
     names = {id(p): n for n, p in ddp.module.named_parameters()}
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     return [names[id(p)] for bucket in buckets for p in bucket.parameters()]

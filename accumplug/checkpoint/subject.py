@@ -53,7 +53,7 @@ class Subject:
         self.schedulers = schedulers
         self.scaler = scaler
         self.stateful = stateful
-        self._buckets: list[list[str]] | None = None
+        self._buckets: list[list[str] | None] | None = None
 
     @property
     def models(self) -> list[nn.Module]:

@@ -108,5 +108,9 @@ def _given(grad: Any) -> Tensor:
     if isinstance(grad, Tensor):
         return grad
     return torch.sparse_coo_tensor(
-        grad["indices"], grad["values"], grad["size"], is_coalesced=grad["coalesced"]
+        grad["indices"],
+        grad["values"],
+        grad["size"],
+        is_coalesced=grad["coalesced"],
+        check_invariants=True,  # indices outside of the size would be outside of the memory
     )
