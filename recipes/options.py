@@ -66,12 +66,13 @@ def training_options(description: str | None, output_dir: str) -> OneLineParser:
 
 
 class Settings:
-    """Options that a run has to keep when it goes on, for a Checkpointer to save and compare."""
+    """What a run has to keep when it goes on, for a Checkpointer to save and compare: some of its
+    options, and `numbers` by name."""
 
-    def __init__(self, args: argparse.Namespace, characters: int) -> None:
+    def __init__(self, args: argparse.Namespace, numbers: dict[str, int]) -> None:
         names = ("effective_batch", "micro_batch", "mixed_precision", "seed")
         self.options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-        self.options["number of characters"] = characters
+        self.options |= numbers
 
     def state_dict(self) -> dict[str, Any]:
         """What they are."""

@@ -117,7 +117,7 @@ def main() -> int:
             loader=loader,
             every=args.checkpoint_every,
             signals=(signal.SIGTERM, signal.SIGUSR1),
-            settings=Settings(args, sum(map(len, documents))),
+            settings=Settings(args, {"number of characters": sum(map(len, documents))}),
         )
     if args.resume:
         try:

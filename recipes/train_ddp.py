@@ -95,7 +95,13 @@ def main() -> int:
             loader=loader,
             every=args.checkpoint_every,
             signals=(signal.SIGTERM, signal.SIGUSR1),
-            settings=Settings(args, sum(map(len, documents))),
+            settings=Settings(
+                args,
+                {
+                    "number of characters": sum(map(len, documents)),
+                    "number of ranks": world_size,  # a Checkpointer can't deal RankBatches anew
+                },
+            ),
         )
     if args.resume:
         try:

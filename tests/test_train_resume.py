@@ -235,6 +235,26 @@ def test_another_run_than_the_one_that_was_saved_is_one_line(
     assert (stopped / "metrics.jsonl").read_bytes() == before
 
 
+def test_plain_ddp_goes_on_on_as_many_ranks_only(options: Options, stopped: Path) -> None:
+    """Its batch sampler is the recipe's own, so nobody else can deal the rest of the pass."""
+    assert start("train_ddp", stopped, *options, "--resume", ranks=2) == [2, 2]
+    (said,) = (stopped / "rank-0.txt").read_text().splitlines()
+    assert "number of ranks is 1, and here it is 2" in said
+
+
+def test_accelerates_loader_goes_on_on_another_number_of_ranks(
+    options: Options, quiet: Quiet, tmp_path: Path
+) -> None:
+    """From one rank, in the middle of a window, to two: the same windows, within rounding."""
+    assert start("train", tmp_path, *options, *SAVING, end=(signal.SIGTERM, 9, 0.0)) == [AGAIN]
+    assert start("train", tmp_path, *options, "--resume", ranks=2) == [0, 0]
+    found, expected = lines(tmp_path), lines(quiet(1))
+    for field in ("update", "index", "weight", "lr", "epoch", "skipped"):
+        assert [line[field] for line in found] == [line[field] for line in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
 def test_a_tracker_gets_each_window_under_its_number(
     options: Options, quiet: Quiet, tmp_path: Path
 ) -> None:
