@@ -61,6 +61,8 @@ class Setup:
     """The model counts its forwards in a buffer."""
     accelerate: dict[str, Any] | None = None
     """How a loader is prepared, if it is."""
+    sparse: bool = False
+    """The model has an embedding with sparse gradients."""
     epochs: int = 2
     loader: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -85,16 +87,19 @@ class Tokens(Dataset[Any]):
 class Net(nn.Module):
     """A head that only some samples use, and one that none does."""
 
-    def __init__(self, buffers: bool = False) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.calls = nn.Buffer(torch.zeros(())) if buffers else None
+        self.calls = nn.Buffer(torch.zeros(())) if setup.buffers else None
+        self.table = nn.Embedding(setup.samples, 3, sparse=True) if setup.sparse else None
         self.body = nn.Linear(3, 4)
         self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
 
     def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
         if self.calls is not None:
             self.calls += 1
+        if self.table is not None:
+            x = x + self.table(numbers)
         hidden = self.body(x).tanh()
         result: Tensor = self.heads[0](hidden)
         rare = numbers % 7 == 0
@@ -110,6 +115,16 @@ def loss_of(model: nn.Module, batch: Any, weighted: bool) -> tuple[Tensor, float
     if not weighted:
         return losses.mean(), 1.0
     return (losses * tokens).sum() / tokens.sum(), tokens.sum().item()
+
+
+def optimizer_of(net: Net, setup: Setup) -> torch.optim.Optimizer:
+    if setup.sparse:
+        return torch.optim.SGD(net.parameters(), 1e-2)
+    return torch.optim.AdamW(net.parameters(), 1e-2)
+
+
+def dense(net: Net) -> Gradients:
+    return [None if grad is None else grad.to_dense() for grad in grads(net)]
 
 
 @dataclass
@@ -173,9 +188,9 @@ def part(
     """
     torch.manual_seed(55 if resume else 1)
     loader, sampler = loader_of(rank, world, setup)
-    net = Net(setup.buffers)
+    net = Net(setup)
     model: nn.Module = net
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    optimizer = optimizer_of(net, setup)
     with ExitStack() as stack:
         if setup.accelerate is not None:
             accelerator = stack.enter_context(prepared(rank, setup.accelerate))
@@ -187,7 +202,7 @@ def part(
             stepper["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0)
         accum = Accumulator(max(setup.total // world, 1), **stepper, **setup.options)
         told = Told([[] for _ in range(setup.epochs)], [[] for _ in range(setup.epochs)])
-        accum.on_update(lambda: told.gradients[accum.epoch].append(grads(net)))
+        accum.on_update(lambda: told.gradients[accum.epoch].append(dense(net)))
         options |= {"optimizer": optimizer} if setup.steps_itself else {}
         weigh = {"weigh": lambda batch: batch[3].sum().item()} if setup.weigh else {}
         named = None if setup.kind == "unnamed" else loader
@@ -236,8 +251,8 @@ def samples(told: list[Told], epoch: int, until: int | None = None) -> Counter[i
 
 def in_plain_torch(quiet: list[Told], setup: Setup, steps: int) -> list[list[Gradients]]:
     """The gradients of each pass, from one big batch for each window of what `quiet` has seen."""
-    net, data = Net(), Tokens(setup.samples)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    net, data = Net(setup), Tokens(setup.samples)
+    optimizer = optimizer_of(net, setup)
     found: list[list[Gradients]] = []
     for epoch in range(setup.epochs):
         found.append([])
@@ -250,7 +265,7 @@ def in_plain_torch(quiet: list[Told], setup: Setup, steps: int) -> list[list[Gra
             terms = [loss_of(net, batch, setup.weighted) for batch in big]
             total = sum(weight for _, weight in terms)
             sum(loss * weight / total for loss, weight in terms).backward()
-            found[-1].append(grads(net))
+            found[-1].append(dense(net))
             optimizer.step()
     return found
 
@@ -409,6 +424,14 @@ def test_sums_that_are_reduced_each_time_go_on_with_other_ranks(
     setup = Setup(total=12, options={"sync": "every"}, epochs=1, samples=36)
     quiet = run(ranks, worlds[0], setup, tmp_path)
     go_on(ranks, quiet, worlds[1], tmp_path, slice(worlds[1] - 1, None, worlds[1]))
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
+def test_sparse_gradients_go_on_with_other_ranks(
+    ranks: Ranks, worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    quiet = run(ranks, worlds[0], Setup(sparse=True, samples=24), tmp_path)
+    go_on(ranks, quiet, worlds[1], tmp_path, slice(0, 3))
 
 
 @pytest.mark.parametrize("worlds", [(1, 3), (2, 3), (3, 2)])
