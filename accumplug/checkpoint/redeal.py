@@ -5,8 +5,8 @@ on with, in the order in which they would have. So each window of the rest of th
 micro-batches that it would have got, if the effective batch is the same, and no sample is seen
 more often than there: one that `DistributedSampler` repeats to pad the data is repeated once.
 
-A loader is described when a pass starts (`describe`): its sampler by what its order follows
-from. From that any number of ranks finds the micro-batches of each rank. Each time that the
+A loader is described when a pass starts (`describe`), its sampler by what its order follows from
+(drawn.py). From that any number of ranks finds the micro-batches of each rank. Each time that the
 number of ranks has changed within the pass adds a `Deal` as plain JSON: how many micro-batches
 each rank had taken by then, and how many each new one runs until the open window is full.
 """
@@ -18,15 +18,9 @@ from contextlib import contextmanager
 from itertools import chain, cycle
 from typing import Any, TypeVar
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from . import drawn
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -42,15 +36,12 @@ def describe(loader: Any) -> State:
     even = None
     if type(batches).__name__ == "BatchSamplerShard":
         even, batches = batches.even_batches, batches.batch_sampler
-    sampler = batches.sampler
-    source = getattr(sampler, "data_source", getattr(sampler, "dataset", base.dataset))
     return {
         "batch_size": batches.batch_size,
         "drop_last": batches.drop_last,
         "even": even,
-        "samples": len(base.dataset),
-        "length": len(source),
-        "sampler": _describe_sampler(sampler, loader, base),
+        "samples": _length(base.dataset),
+        "sampler": drawn.describe(batches.sampler, loader),
     }
 
 
@@ -116,6 +107,10 @@ def _keep(base: Any, batches: Any) -> None:
         base._iterator._index_sampler = batches
 
 
+def _length(data: Any) -> int | None:
+    return len(data) if hasattr(data, "__len__") else None
+
+
 def _base(loader: Any) -> Any:
     return getattr(loader, "base_dataloader", loader)
 
@@ -141,40 +136,6 @@ def why_not(loader: Any) -> str | None:
     return None
 
 
-def _describe_sampler(sampler: Any, loader: Any, base: Any) -> State:
-    if isinstance(sampler, DistributedSampler):
-        if type(sampler).__iter__ is DistributedSampler.__iter__:
-            names = ("num_replicas", "shuffle", "seed", "epoch", "drop_last")
-            return {"kind": "distributed", **{name: getattr(sampler, name) for name in names}}
-    elif type(sampler) is SequentialSampler:
-        return {"kind": "sequential"}
-    elif type(sampler) is RandomSampler or hasattr(sampler, "initial_seed"):
-        return {
-            "kind": "random",
-            "replacement": sampler.replacement,
-            "num_samples": sampler._num_samples,
-            **_describe_generators(sampler, loader, base),
-        }
-    return {"kind": "other", "name": type(sampler).__name__}
-
-
-def _describe_generators(sampler: Any, loader: Any, base: Any) -> State:
-    """The states from which a RandomSampler draws."""
-    if hasattr(sampler, "initial_seed"):  # accelerate 1.15, SeedableRandomSampler
-        seed = sampler.initial_seed + getattr(loader, "iteration", sampler.epoch)
-        return {"own": torch.Generator().manual_seed(seed).get_state()}
-    own, other = sampler.generator, base.generator
-    if own is not None and own is not other:
-        return {"own": own.get_state()}
-    return {
-        "own": None,
-        "shares": own is not None,
-        "other": None if other is None else other.get_state(),
-        "torch": torch.get_rng_state(),
-        "draws": base._iterator is None,
-    }
-
-
 def _begun(described: State, world: int) -> list[Batches]:
     """The micro-batches of each of the `world` ranks that began the pass."""
     if why := described.get("why"):
@@ -187,9 +148,14 @@ def _begun(described: State, world: int) -> list[Batches]:
                 f"its DistributedSampler had num_replicas={sampler['num_replicas']} on {world} "
                 f"ranks. {_advice(world)}"
             )
-        shards = [_distributed(sampler, described["length"], rank) for rank in range(world)]
+        shards = [drawn.distributed(sampler, rank) for rank in range(world)]
         return [list(BatchSampler(shard, size, drop_last)) for shard in shards]
-    indices = _indices(sampler, described["length"], world)
+    if sampler["kind"] == "other":
+        raise ValueError(
+            f"nobody but its own process can draw the order of a {sampler['name']}. "
+            f"{_advice(world)}"
+        )
+    indices = drawn.order(sampler)
     if described["even"] is not None:
         return _sharded(BatchSampler(indices, size, drop_last), world, described["even"])
     if world > 1:
@@ -198,42 +164,6 @@ def _begun(described: State, world: int) -> list[Batches]:
             f"samples they share; use a DistributedSampler. {_advice(world)}"
         )
     return [list(BatchSampler(indices, size, drop_last))]
-
-
-def _distributed(sampler: State, length: int, rank: int) -> Any:
-    names = ("num_replicas", "shuffle", "seed", "drop_last")
-    options = {name: sampler[name] for name in names}
-    made: Any = DistributedSampler(range(length), rank=rank, **options)  # type: ignore[arg-type]
-    made.set_epoch(sampler["epoch"])
-    return made
-
-
-def _indices(sampler: State, length: int, world: int) -> Any:
-    """The order in which a sampler of one process goes through its data."""
-    if sampler["kind"] == "sequential":
-        return range(length)
-    if sampler["kind"] == "other":
-        raise ValueError(
-            f"nobody but its own process can draw the order of a {sampler['name']}. "
-            f"{_advice(world)}"
-        )
-    own, other = _generator(sampler["own"]), _generator(sampler.get("other"))
-    if sampler.get("shares"):
-        own = other
-    made = RandomSampler(
-        range(length), sampler["replacement"], sampler["num_samples"], generator=own
-    )
-    if own is not None and own is not other:
-        return list(made)
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(sampler["torch"])
-        if sampler["draws"]:
-            iter(DataLoader(range(1), generator=other))  # type: ignore[arg-type]  # draws a seed
-        return list(made)
-
-
-def _generator(state: Any) -> torch.Generator | None:
-    return None if state is None else torch.Generator().set_state(state)
 
 
 def _sharded(batches: BatchSampler, world: int, even: bool) -> list[Batches]:
@@ -279,10 +209,10 @@ def _refuse_other_loader(described: State, loader: Any) -> None:
             f"batch_size is {size} here, and {described['batch_size']} in the pass that was "
             f"saved; set batch_size={described['batch_size']}"
         )
-    if len(base.dataset) != described["samples"]:
+    if (samples := _length(base.dataset)) != described["samples"]:
         raise ValueError(
-            f"the dataset has {len(base.dataset)} samples here, and {described['samples']} in the "
-            f"pass that was saved; go on with the same data"
+            f"the dataset has {samples} samples here, and {described['samples']} in the pass that "
+            f"was saved; go on with the same data"
         )
 
 

@@ -21,7 +21,15 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from accumplug import Accumulator, Checkpointer
 from accumplug.checkpoint.format import list_checkpoints, open_checkpoint, read_part
@@ -137,12 +145,31 @@ class Told:
     epoch: int = 0
 
 
+class Own:
+    """A sampler of a kind that nobody knows."""
+
+    def __init__(self, data: Tokens) -> None:
+        self.size = len(data)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+SAMPLERS = {
+    "a list": lambda data: [*range(0, 26, 2), *range(1, 26, 2)],
+    "a subset": lambda data: SubsetRandomSampler(range(26)),
+    "weights": lambda data: WeightedRandomSampler([1.0 + i for i in range(26)], 26),
+    "with replacement": lambda data: RandomSampler(data, replacement=True),
+    "an own one": Own,
+}
+
+
 def loader_of(rank: int, world: int, setup: Setup) -> tuple[Any, Any]:
     data, sampler = Tokens(setup.samples), None
-    if setup.kind == "a list":
+    if setup.kind == "no loader":
         return list(DataLoader(data, setup.size)), None
-    if setup.kind == "a sampler of its own":
-        return DataLoader(data, setup.size, sampler=list(range(setup.samples))), None
+    if world == 1 and setup.kind in SAMPLERS:
+        return DataLoader(data, setup.size, sampler=SAMPLERS[setup.kind](data)), None
     if world > 1 and setup.kind != "plain" and setup.accelerate is None:
         sampler = DistributedSampler(data, world, rank, seed=3, **setup.sampler)
     shuffle = sampler is None and setup.sampler.get("shuffle", True)
@@ -426,6 +453,13 @@ def test_sums_that_are_reduced_each_time_go_on_with_other_ranks(
     go_on(ranks, quiet, worlds[1], tmp_path, slice(worlds[1] - 1, None, worlds[1]))
 
 
+@pytest.mark.parametrize("kind", ["a list", "a subset", "weights", "with replacement"])
+def test_the_order_of_each_sampler_is_drawn_again(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    """On other ranks, which don't have it themselves."""
+    quiet = run(ranks, 1, Setup(kind=kind, epochs=1), tmp_path)
+    go_on(ranks, quiet, 2, tmp_path, slice(1, None, 5))
+
+
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
 def test_sparse_gradients_go_on_with_other_ranks(
     ranks: Ranks, worlds: tuple[int, int], tmp_path: Path
@@ -476,9 +510,9 @@ REFUSED = {
     "ranks": (2, Setup(total=4), 3, Setup(total=6), "start as many ranks as divide it .1, 2, 4."),
     "batch size": (2, Setup(), 1, Setup(size=3), "batch_size is 3 here.*set batch_size=2"),
     "data": (2, Setup(), 1, Setup(samples=30), "30 samples here, and 26 in the pass"),
-    "list": (2, Setup(), 1, Setup(kind="a list"), "is a list; give .* a torch DataLoader"),
-    "lists": (1, Setup(kind="a list"), 2, Setup(), "is a list.*Start 1 rank until the pass"),
-    "sampler": (1, Setup(kind="a sampler of its own"), 2, Setup(), "the order of a list"),
+    "list": (2, Setup(), 1, Setup(kind="no loader"), "is a list; give .* a torch DataLoader"),
+    "lists": (1, Setup(kind="no loader"), 2, Setup(), "is a list.*Start 1 rank until the pass"),
+    "sampler": (1, Setup(kind="an own one"), 2, Setup(), "the order of a Own.*Start 1 rank"),
     "each its own": (2, Setup(kind="plain"), 1, Setup(), "each of the 2 ranks went through"),
     "every": (1, Setup(), 2, Setup(options={"sync": "every"}), "2 ranks can't share the 5"),
     "steps itself": (
