@@ -74,7 +74,11 @@ def read(checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
     world = checkpoint.manifest.world_size
     needed = [ranks.rank] if world == ranks.size else range(world)
     own = ["progress", *(f"rank-{rank}" for rank in needed)]
-    parts = {name: read_part(checkpoint, name) for name in own if name in checkpoint.parts}
+    parts = {
+        name: read_part(checkpoint, name, mapped=name.startswith("rank-"))
+        for name in own
+        if name in checkpoint.parts
+    }
     for name in ("model", "optimizer"):
         parts[name] = shards.read(checkpoint, name, ranks)
     if (name := f"objects-{ranks.rank % world}") in checkpoint.parts:
