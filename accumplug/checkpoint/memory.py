@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .codec import Encoded
+from .tensors import fill
 
 
 class Memory:
@@ -23,7 +24,10 @@ class Memory:
         held = {name: _room(old.get(name), tensor) for name, tensor in encoded.tensors.items()}
         self._held[part] = held
         for name, tensor in encoded.tensors.items():
-            held[name].copy_(tensor, non_blocking=True)
+            if tensor.is_cpu and tensor.numel() and tensor.stride() == held[name].stride():
+                fill(held[name], tensor.detach())
+            else:
+                held[name].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in encoded.tensors.values()}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)

@@ -84,7 +84,7 @@ def are_in(state: Any) -> bool:
 def read(checkpoint: Checkpoint, name: str, ranks: Ranks) -> Any:
     """The part `name` as this rank needs it: whole, its own, or with all pieces of all ranks."""
     if name in checkpoint.parts:
-        return read_part(checkpoint, name, mapped=name == "model")  # copied from at once
+        return read_part(checkpoint, name, mapped=True)  # it is copied from at once
     saved = checkpoint.manifest.world_size
     own = read_part(checkpoint, f"{name}-{ranks.rank % saved}", mapped=name == "model")
     joined = join([own])

@@ -218,6 +218,10 @@ def _check_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
 def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = shards.unpack(state, dict(enumerate(parameters)))
+    state = {
+        index: _owned(moments, _moments(optimizer, parameters, index))
+        for index, moments in state.items()
+    }
     optimizer.load_state_dict({**groups, "state": state})
     # torch 2.13, Optimizer._process_value_according_to_param_policy: moments are converted to
     # the parameter's dtype, which loses those in fp32 of a parameter in bf16.
@@ -226,6 +230,31 @@ def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
             loaded = optimizer.state[parameter].get(key)
             if isinstance(saved, Tensor) and loaded is not None and loaded.dtype != saved.dtype:
                 optimizer.state[parameter][key] = saved.to(loaded.device)
+
+
+def _moments(optimizer: Optimizer, parameters: Sequence[nn.Parameter], index: Any) -> Any:
+    """What `optimizer` has of a parameter so far."""
+    known = isinstance(index, int) and index < len(parameters)
+    return optimizer.state.get(parameters[index], {}) if known else {}
+
+
+def _owned(moments: Any, before: Any) -> Any:
+    """`moments`, which may be mapped from a file, in memory of their own: that of `before`."""
+    if not isinstance(moments, dict):
+        return moments
+    return {key: _own(value, before.get(key)) for key, value in moments.items()}
+
+
+def _own(value: Any, before: Any) -> Any:
+    if type(value) is not Tensor:
+        return value
+    if type(before) is Tensor and (before.dtype, before.shape, before.stride()) == (
+        value.dtype,
+        value.shape,
+        value.stride(),
+    ):
+        return before.copy_(value)
+    return value.clone()
 
 
 def find_subject(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> Subject:

@@ -126,10 +126,16 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """As `clone`, whose own threads wait for each other by burning the CPU."""
-    copy = torch.empty_like(tensor)
-    np.copyto(np.frombuffer(raw(copy), np.uint8), np.frombuffer(raw(tensor), np.uint8))
-    return copy
+    return fill(torch.empty_like(tensor), tensor)
+
+
+def fill(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`room` with the values of `tensor`, both dense CPU tensors of one layout.
+
+    As `copy_`, whose threads wait for each other by burning the CPU while others need it.
+    """
+    np.copyto(np.frombuffer(raw(room), np.uint8), np.frombuffer(raw(tensor), np.uint8))
+    return room
 
 
 def _empty(path: Path, name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
