@@ -132,7 +132,7 @@ class Request:
         self._done = 0
         self._round = 0
         self.target: int | None = None
-        """The micro-batch in the window that the ranks have agreed on."""
+        """The micro-batch after the last meeting that the ranks have agreed on."""
         self.saves = 0
         """How many saves all ranks have made before that."""
         self._looked = 0.0
@@ -146,8 +146,8 @@ class Request:
         self.known = self._store.first(f"ask/{self._done}", what)
 
     def is_time(self, index: int, saves: int, meets: bool) -> bool:
-        """Whether this rank, `index` micro-batches in its window and after so many `saves`, is
-        where `known` is to be done.
+        """Whether this rank, `index` micro-batches after the last meeting and with so many `saves`,
+        is where `known` is to be done.
 
         `meets`: the ranks meet next, so it is done here at the latest.
         """

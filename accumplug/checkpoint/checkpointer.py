@@ -104,6 +104,7 @@ class Checkpointer:
         self._saved_at: tuple[int, ...] | None = None
         self._waits_for_step = False
         self._interrupted = False
+        self._ran = self._met_at = accum.micro_batches
         self._failed: RuntimeError | None = None
         """Why a save was not written, until the loop is told."""
         self._uneven: int | None = None
@@ -255,6 +256,10 @@ class Checkpointer:
 
     def _after_block(self) -> None:
         self._pace.block_ended()
+        accum = self._accum
+        if accum.pending == 0 or accum.micro_batches == self._ran:  # closed, or met without data
+            self._met_at = accum.micro_batches
+        self._ran = accum.micro_batches
         self._waits_for_step = self._steps_later()
         if not self._waits_for_step:
             self._act()
@@ -292,7 +297,7 @@ class Checkpointer:
                 request.ask("stop")
             elif request.known is None and self._accum._ranks.rank == 0 and self._pace.is_time():
                 request.ask("save")
-            if not request.is_time(self._accum.pending, meetings.saves, meets):
+            if not request.is_time(self._index(), meetings.saves, meets):
                 return False
             if meeting is Meeting.SHORT and request.target:
                 self._join_forward()
@@ -334,6 +339,13 @@ class Checkpointer:
         self._interrupted = stops
 
     # -- saving and loading --------------------------------------------------------------------
+
+    def _index(self) -> int:
+        """Micro-batches since the ranks last met. (In the window it would be others on each rank
+        that has carried some into it.)"""
+        accum = self._accum
+        each = accum._options.sync == "every"  # they meet in each one, and go in step
+        return accum.pending if each else accum.micro_batches - self._met_at
 
     def _here(self) -> tuple[int, ...]:
         accum = self._accum
@@ -388,6 +400,7 @@ class Checkpointer:
         window.put(own, accum, self._subject, self._order)
         self._feed_state = own["feed"]
         self._pace.start_at(own["count"])
+        self._ran = self._met_at = accum.micro_batches
         told = [float(accum.pending), float(accum.pending) ** 2]
         total, squares = (float(n) for n in ranks.sum(told))
         self._uneven = accum.windows if squares * ranks.size != total**2 else None

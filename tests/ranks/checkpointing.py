@@ -202,3 +202,21 @@ def found_when_interrupted(rank: int, directory: Path) -> list[str]:
     with slow, Checkpointer(directory, run.accum, **options) as checkpoint:
         run.train(checkpoint, signal_at=(1, 2))
         return [path.name for path in list_checkpoints(directory)]
+
+
+def interrupted_in_the_last_meeting(rank: int, directory: Path) -> tuple[bool, int]:
+    """A signal to rank 1 when the ranks have met for the last time, with a window that both carry
+    out of the pass: whether a rank is interrupted, and how many micro-batches it carries."""
+    run = Run(rank, Setup(sizes=(1, 5), options={"tail": "carry"}, epochs=1), 1)
+
+    def hook() -> None:
+        if run.accum._feed is not None and run.accum._feed.alive == 0:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.3 * (rank == 0))  # till it is asked for
+
+    run.accum._after_block.append(hook)
+    options = {"model": run.model, "loader": run.loader, "signals": (signal.SIGUSR1,)}
+    with Checkpointer(directory, run.accum, every=1, **options) as checkpoint:
+        run.train(checkpoint)
+        return checkpoint.interrupted, run.accum.pending

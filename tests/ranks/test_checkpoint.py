@@ -13,7 +13,13 @@ import pytest
 
 from accumplug.checkpoint.format import list_checkpoints
 
-from .checkpointing import Setup, Told, found_when_interrupted, part
+from .checkpointing import (
+    Setup,
+    Told,
+    found_when_interrupted,
+    interrupted_in_the_last_meeting,
+    part,
+)
 from .harness import Ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
@@ -139,6 +145,14 @@ def test_a_rank_that_waits_for_the_others_stops_with_as_many_saves_as_they_make(
     assert [len(told.seen) for told in first] == [1, 0]
     rest = ranks.run(2, part, setup, tmp_path, seed=55, resume=True)
     assert_same(quiet, rest, "after the signal")
+
+
+def test_a_signal_in_the_last_meeting_stops_all_ranks_whatever_they_carry(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The one that carries fewer micro-batches will run none more, and has to stop all the same."""
+    found = ranks.run(2, interrupted_in_the_last_meeting, tmp_path)
+    assert found == [(True, 0), (True, 2)]
 
 
 def test_no_rank_is_interrupted_before_the_checkpoint_is_whole(
