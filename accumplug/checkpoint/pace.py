@@ -36,6 +36,10 @@ class Pace:
     def block_ended(self) -> None:
         """Count it."""
         accum = self._accum
+        if accum._ranks.size > 1 and accum.windows == self._windows:
+            dropped = max(0, accum.micro_batches - self._micro_batches - accum.pending)
+            self._lead -= dropped  # a tail, which may have been another number on each rank
+            self._micro_batches += dropped
         if accum._ranks.size > 1 and accum.windows != self._windows:
             own = min(accum.micro_batches - self._micro_batches, _closed(accum))
             self._lead += math.ceil(_of_all_ranks(accum) / accum._ranks.size) - own

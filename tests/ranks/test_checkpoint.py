@@ -89,6 +89,21 @@ def test_ranks_whose_data_end_early_take_part_in_each_save(
         assert_same(quiet, go_on(ranks, 3, setup, checkpoint, tmp_path), checkpoint.name)
 
 
+@pytest.mark.parametrize("sizes", [(4, 5), (5, 4), (5, 7)], ids=str)
+@pytest.mark.parametrize("every", [1, 2])
+def test_tails_that_are_dropped_do_not_move_the_saves_of_the_ranks_apart(
+    ranks: Ranks, sizes: tuple[int, ...], every: int, tmp_path: Path
+) -> None:
+    """Each rank drops another number of micro-batches, and all save as often in the next pass."""
+    setup = Setup(sizes=sizes, options={"tail": "drop"})
+    quiet = ranks.run(2, part, setup, None)
+    options = {"background": False, "every": every, "keep": 99}
+    saving = ranks.run(2, part, setup, tmp_path / "all", options=options)
+    assert_same(quiet, saving, "saving")
+    last = list_checkpoints(tmp_path / "all")[-2]
+    assert_same(quiet, go_on(ranks, 2, setup, last, tmp_path), last.name)
+
+
 def test_a_save_without_a_thread_does_not_wait_for_a_rank_that_waits_too(
     ranks: Ranks, tmp_path: Path
 ) -> None:
