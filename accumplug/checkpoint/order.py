@@ -90,6 +90,7 @@ class Order:
             return self._after_the_end(loader, sources, resume, position)
         if resume["start"]["deal"]["made"]:
             return self._dealt_anew(loader, sources, resume, position)
+        redeal.refuse_other_pass(resume["start"]["deal"]["loader"], source)
         if not resume["start"]["has_iterator"]:
             use_iterator(source)
         sources.set_numbers(resume["start"]["numbers"])

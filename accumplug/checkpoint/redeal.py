@@ -198,6 +198,12 @@ def _refuse_unequal(deal: State, count: int) -> None:
         )
 
 
+def refuse_other_pass(described: State, loader: Any) -> None:
+    """A place in the pass is a number of micro-batches, so they have to hold the same samples."""
+    if not described.get("why") and not why_not(loader):
+        _refuse_other_loader(described, loader)
+
+
 def _refuse_other_loader(described: State, loader: Any) -> None:
     """The rest of the pass has to be one of the same micro-batches."""
     if why := why_not(loader):
