@@ -55,6 +55,11 @@ class Options:
             )
         optimizers = tuple(inner(o) for o in _several(optimizer))
         schedulers = tuple(inner(s) for s in _several(scheduler))
+        if optimizer is not None and not optimizers:
+            raise ValueError(
+                "optimizer= is empty, so nobody would step; give at least one, or leave it out "
+                "where the loop steps"
+            )
         if len({id(o) for o in optimizers}) < len(optimizers):
             raise ValueError(
                 f"one optimizer is given twice among {len(optimizers)}; it would step twice"
