@@ -25,7 +25,7 @@ def find_foreign(accum: Accumulator) -> Foreign:
     parameters = [weakref.ref(p) for s in sums for p in s.parameters if id(p) not in own]
     found = [ddp for s in sums for ddp in s.replicas(s.models)]
     if accum._ranks.size > 1:  # also those that their Accumulators have not seen yet
-        found += [ddp for s in sums for ddp in find_replicas(s.stepped_parameters)]
+        found += find_replicas([p for s in sums for p in s.stepped_parameters])
     ddps = [weakref.ref(ddp) for ddp in {id(ddp): ddp for ddp in found}.values()]
     roots = [weakref.ref(root) for s in sums for root in s.roots(s.models) if root not in mine]
     return Foreign(RunningSum.changes, parameters, ddps, roots)

@@ -72,6 +72,10 @@ class Options:
                     "LBFGS calls for the loss again and again (a closure), which a window can't "
                     "repeat; step it in the loop, on large batches"
                 )
+        if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+            raise ValueError(
+                f"scaler is a torch.amp.GradScaler, or one like it; got {type(scaler).__name__}"
+            )
         for one in schedulers:
             if not callable(getattr(one, "step", None)):
                 raise ValueError(f"scheduler has a step method; {type(one).__name__} has none")

@@ -453,3 +453,17 @@ def test_processes_that_can_not_see_each_other_are_warned_about(monkeypatch):
     accum = Accumulator(2)
     with pytest.warns(UserWarning, match="each process would train alone"), accum(model):
         accum.backward(mean_loss(model, data([2])[0]))
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_no_optimizer_among_those_given_is_refused(empty):
+    """Else nobody would step: the loop trusts accum, and accum leaves it to the loop."""
+    with pytest.raises(ValueError, match="optimizer= is empty"):
+        Accumulator(steps=2, optimizer=empty)
+
+
+def test_a_scaler_that_is_none_is_refused():
+    """By its type, in words."""
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"scaler is a torch.amp.GradScaler.* got int"):
+        Accumulator(steps=2, optimizer=SGD(model.parameters(), 0.1), scaler=3)

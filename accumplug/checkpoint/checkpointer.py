@@ -19,6 +19,7 @@ from accumplug.sync import before_forward
 from . import elastic, window
 from .agreement import Meetings, Request, Store
 from .background import Writer
+from .files import CheckpointError
 from .format import list_checkpoints
 from .order import Order
 from .pace import Pace
@@ -158,8 +159,14 @@ class Checkpointer:
             warnings.warn(f"passed over: {reason}", stacklevel=2)
         if found.checkpoint is None:
             return None
-        self._load(found.parts, found.checkpoint.manifest.world_size)
-        self._source = found.checkpoint.path
+        path = found.checkpoint.path
+        try:
+            self._load(found.parts, found.checkpoint.manifest.world_size)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: not what these objects have saved ({error!r})"
+            ) from error
+        self._source = path
         self._snapshot.is_saved(found.checkpoint.manifest.world_size)
         self._writer.files = dict(found.checkpoint.manifest.files)
         self._saved_at = self._here()
@@ -169,7 +176,7 @@ class Checkpointer:
             epoch=accum.epoch,
             position=accum.position,
             pending=accum.pending,
-            path=self._source,
+            path=path,
             passed=found.passed,
         )
 
@@ -390,13 +397,15 @@ class Checkpointer:
     def _load(self, parts: State, world: int) -> None:
         """Load what a run on `world` ranks has saved."""
         accum, ranks = self._accum, self._accum._ranks
+        others = parts.get(f"objects-{ranks.rank % world}", {})
+        self._subject.check(parts["progress"], others)
         if world == ranks.size:
             own = parts[f"rank-{ranks.rank}"]
         else:
             states = [parts[f"rank-{rank}"] for rank in range(world)]
             own = elastic.take_over(states, accum, self._subject)
         self._subject.load(parts["model"], parts["optimizer"], parts["progress"])
-        self._subject.load_others(parts.get(f"objects-{ranks.rank % world}", {}))
+        self._subject.load_others(others)
         window.put(own, accum, self._subject, self._order)
         self._feed_state = own["feed"]
         self._pace.start_at(own["count"])

@@ -147,21 +147,30 @@ class Subject:
             for optimizer in self.optimizers
         ]
         return {
+            "kinds": self._kinds(),
             "optimizers": groups,
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def load_progress(self, progress: State, moments: Sequence[Any]) -> None:
-        """Load what `progress` and `moments` gave."""
-        counts = (
-            ("optimizers", len(self.optimizers), len(progress["optimizers"])),
+    def _kinds(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
+
+    def check(self, progress: State, others: State) -> None:
+        """Raise ValueError if these are of other objects, before anything is loaded."""
+        for name, here, there in (
+            ("optimizers", self._kinds(), progress["kinds"]),
             ("schedulers", len(self.schedulers), len(progress["schedulers"])),
             ("scaler", self.scaler is not None, progress["scaler"] is not None),
-        )
-        for name, here, there in counts:
+            ("objects by name", sorted(self.stateful), sorted(others)),
+        ):
             if here != there:
-                raise ValueError(f"the checkpoint has {name}: {there}, this run has {here}")
+                raise ValueError(
+                    f"the checkpoint has {name}: {there}, this run has {here}; give the same ones"
+                )
+
+    def load_progress(self, progress: State, moments: Sequence[Any]) -> None:
+        """Load what `progress` and `moments` gave."""
         for optimizer, groups, state in zip(
             self.optimizers, progress["optimizers"], moments, strict=True
         ):
@@ -182,11 +191,6 @@ class Subject:
 
     def load_others(self, states: State) -> None:
         """Load what `others` gave."""
-        if states.keys() != self.stateful.keys():
-            raise ValueError(
-                f"the checkpoint has the objects {sorted(states)}, the Checkpointer was given "
-                f"{sorted(self.stateful)}; give the same ones"
-            )
         for name, thing in self.stateful.items():
             state = shards.join([states[name]])
             if shards.are_in(state):
