@@ -267,7 +267,7 @@ def curve(arguments: argparse.Namespace) -> dict[str, Any]:
             model(x)["loss"].backward()
 
     rows = {}
-    for steps in (1, 2, 4, 8, 16, 32, 64):
+    for steps in (1, 4, 16, 64):
         loops = {
             "limit": lambda windows, n=steps: limit(windows * n),
             "accum": with_accum(model, lambda: x, steps),
