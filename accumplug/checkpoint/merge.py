@@ -19,7 +19,7 @@ from accumplug.window import Window
 from .redeal import spread, turn
 from .shards import is_piece
 from .subject import State
-from .window import _dense, _given
+from .window import dense, given
 
 
 class Old:
@@ -158,12 +158,12 @@ def _added(total: Any, grad: Any, factor: Any) -> Any:
     """`total + factor * grad`; None for no total."""
     if total is None and isinstance(factor, float) and factor == 1.0:
         return grad
-    this = _given(grad)
+    this = given(grad)
     wide = torch.promote_types(this.dtype, torch.float32)
     result = this.to(wide) * factor
     if total is not None:
-        result = _given(total).to(wide) + result
-    return _dense(result.to(this.dtype))
+        result = given(total).to(wide) + result
+    return dense(result.to(this.dtype))
 
 
 def _there(values: Iterable[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ def take(accum: Accumulator, subject: Subject, order: Order) -> State:
     return {
         "accum": _located(accum.state_dict()),
         "scale": _located(accum._update.scale),
-        "sums": [{n: shards.pack(_dense(grad)) for n, grad in each.items()} for each in sums],
+        "sums": [{n: shards.pack(dense(grad)) for n, grad in each.items()} for each in sums],
         "buffers": subject.buffers(),
         "replicas": subject.replicas(reduced=accum.syncs > 0),
         "order": order.state(accum.position, accum._feed is not None),
@@ -43,7 +43,7 @@ def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> Non
         if roots(model):
             accum._models.see([model])  # what it has deferred is reduced by nothing else
         sums = shards.unpack(shards.join([packed]), named(model))
-        accum._sum.restore(model, {name: _given(grad) for name, grad in sums.items()})
+        accum._sum.restore(model, {name: given(grad) for name, grad in sums.items()})
     accum._update.scale = _placed(state["scale"], device)
     if accum._scaler is not None and accum.pending:
         accum._scaler.scale(torch.ones((), device=device))  # unscale_ asks for one call before it
@@ -92,7 +92,7 @@ def _placed(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _dense(grad: Tensor) -> Any:
+def dense(grad: Tensor) -> Any:
     """A sparse gradient (of an Embedding) in dense pieces."""
     if not grad.is_sparse:
         return grad
@@ -104,7 +104,7 @@ def _dense(grad: Tensor) -> Any:
     }
 
 
-def _given(grad: Any) -> Tensor:
+def given(grad: Any) -> Tensor:
     if isinstance(grad, Tensor):
         return grad
     return torch.sparse_coo_tensor(
