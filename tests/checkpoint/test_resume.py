@@ -11,7 +11,7 @@ import pytest
 import torch
 from training import Run, Setup, Wrapped, difference, momentum
 
-from accumplug import Checkpointer
+from accumplug import Accumulator, Checkpointer
 from accumplug.checkpoint.format import list_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches")
@@ -124,3 +124,28 @@ def test_a_loop_that_brings_its_own_data_is_gone_on_from(tmp_path: Path) -> None
             rest.block(x, y)
     assert difference(rest.seen, quiet.seen[4:]) is None
     assert difference(rest.state(), expected) is None
+
+
+def test_a_resume_in_the_same_process_replaces_what_was_trained_since(tmp_path: Path) -> None:
+    """Weights, gradients and moments, though the optimizer has moments of its own by then."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    accum = Accumulator(2, optimizer=optimizer)
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            with accum(model):
+                accum.backward(model(torch.randn(4, 3)).square().mean())
+
+    def state() -> list[torch.Tensor]:
+        found = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+        return [t.detach().clone() for t in (*found, *(p.grad for p in model.parameters()))]
+
+    with Checkpointer(tmp_path, accum, model=model) as checkpoint:
+        train(5)
+        checkpoint.save()
+        before = state()
+        train(4)
+        assert not any(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+        checkpoint.resume()
+        assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
