@@ -26,9 +26,10 @@ from accumplug.checkpoint.format import list_checkpoints, open_checkpoint, read_
 from accumplug.checkpoint.write import Job, Place, write
 
 from .harness import Ranks
+from .test_checkpoint import assert_same
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
-from training import adamw, difference, momentum
+from training import adamw, momentum
 
 STEPS = 3
 EACH = {"every": 1, "keep": 99}
@@ -220,14 +221,6 @@ def go_on(ranks: Ranks, world: int, setup: Setup, checkpoint: Path, tmp_path: Pa
     shutil.copytree(checkpoint, directory / checkpoint.name, copy_function=os.link)
     told: list[Told] = ranks.run(world, part, setup, directory, seed=55, resume=True)
     return told
-
-
-def assert_same(quiet: list[Told], rest: list[Told], name: str) -> None:
-    """The rest of a run is that of the quiet one, on each rank, to the last bit."""
-    for rank, (one, other) in enumerate(zip(quiet, rest, strict=True)):
-        count = len(one.seen) - len(other.seen)
-        assert difference(one.seen[count:], other.seen, f"{name}, rank {rank}, seen") is None
-        assert difference(one.state, other.state, f"{name}, rank {rank}, end") is None
 
 
 SETUPS = {
