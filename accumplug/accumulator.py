@@ -62,8 +62,8 @@ class Accumulator:
             micro-batch).
         accumulate_dtype: torch.float32: the running sum, its reduction and the clip are in fp32
             where parameters are bf16 or fp16; the optimizer gets it rounded once.
-        inplace: add the gradient of large Linear and Embedding weights straight into `.grad`, from
-            the second micro-batch of a window on; `inplace_report()` says which ones.
+        inplace: add the gradient of large Linear and Embedding weights straight into `.grad`;
+            `inplace_report()` says which ones.
         nonfinite: "skip_window" (no update on a non-finite gradient; with a scaler, its own
             rule), "skip_micro_batch" (leave out the micro-batch and its weight; waits for the
             device in each), or "raise".
@@ -422,7 +422,7 @@ class Accumulator:
     def _serves(self, micro: MicroBatch) -> InplaceGradients | None:
         """What adds gradients in place in this micro-batch: not where DDP has to see each one."""
         reducing = micro.reduces and micro.replicas
-        return None if reducing or micro.roots or micro.index == 0 else self._models.server
+        return None if reducing or micro.roots else self._models.server
 
     def _foreign(self) -> Foreign:
         """What belongs to the other Accumulators and not to this one."""

@@ -387,9 +387,9 @@ def test_a_forward_has_the_bits_and_strides_of_the_plain_one(
 
 
 class Largest(TorchDispatchMode):
-    """The size of the largest tensor that any operation has newly made."""
+    """The size of the largest tensor that any operation has newly made, and how many it was."""
 
-    elements = 0
+    elements = times = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -400,7 +400,9 @@ class Largest(TorchDispatchMode):
         }
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
-                self.elements = max(self.elements, t.numel())
+                self.times += t.numel() == self.elements
+                if t.numel() > self.elements:
+                    self.elements, self.times = t.numel(), 1
         return result
 
 
@@ -429,6 +431,22 @@ def test_no_temporary_has_the_size_of_the_weight(low: torch.dtype | None) -> Non
     assert largest[0] <= 2000
 
 
+def test_a_tied_weights_first_gradient_is_one_tensor() -> None:
+    """Autograd makes one for each use, and one for what they add up to."""
+    model, ids = vocabulary()
+    times = []
+    for block in (serve_all(model).micro_batch, torch.enable_grad):
+        model.zero_grad()
+        with block():
+            loss = model(ids).sum()
+            with Largest() as mode:
+                loss.backward()
+        assert mode.elements == 8000
+        times.append(mode.times)
+    assert times == [1, times[1]]
+    assert times[1] >= 3
+
+
 def test_half_precision_products_are_added_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """To an fp32 sum, a piece of 1600 elements at a time."""
     monkeypatch.setattr("accumplug.inplace.products.PIECE", 1600)
@@ -442,21 +460,35 @@ def test_half_precision_products_are_added_in_pieces(monkeypatch: pytest.MonkeyP
     assert mode.elements == 1600
 
 
-def test_the_first_micro_batch_keeps_its_gradient_as_it_is() -> None:
-    """Without a sum nothing is watched; with zeros for one, even the first is added to it."""
-    model = nn.Linear(8, 4)
-    serve = serve_all(model)
-    with serve.micro_batch():
-        assert type(model.weight) is nn.Parameter
-        model(torch.ones(2, 8)).sum().backward()
-    assert serve.report().others == {"Linear": sums.NO_SUM}
-    model.zero_grad(set_to_none=False)
-    kept = model.weight.grad
-    with serve.micro_batch():
-        model(torch.ones(2, 8)).sum().backward()
-    assert model.weight.grad is kept
-    assert torch.equal(kept, torch.full((4, 8), 2.0))
-    assert serve.report().served == ("Linear",)
+def test_a_first_gradient_is_added_to_zeros_laid_out_like_the_weight() -> None:
+    """With the bits of the plain one; without a sum, or with one that the loop has zeroed."""
+    for layout in (lambda w: w, lambda w: w.t().contiguous().t()):
+        model = nn.Linear(300, 200)
+        model.weight = nn.Parameter(layout(model.weight.detach()))
+        x = torch.randn(7, 300)
+        expected = torch.autograd.grad(model(x).sin().sum(), model.weight)[0]
+        serve = serve_all(model)
+        for zeroed in (True, False):
+            model.zero_grad(set_to_none=zeroed)
+            kept = model.weight.grad
+            with serve.micro_batch():
+                model(x).sin().sum().backward()
+            assert torch.equal(model.weight.grad, expected)
+            assert model.weight.grad.stride() == model.weight.stride()
+            assert zeroed or model.weight.grad is kept
+        assert serve.report().served == ("Linear",)
+        assert not model.weight.grad.requires_grad
+
+
+def test_a_weight_that_was_not_used_gets_no_gradient() -> None:
+    """Not even zeros: an optimizer would decay what has had no part in the window."""
+    model = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4), nn.Embedding(3, 2)])
+    with serve_all(model).micro_batch():
+        model[1](torch.ones(2, 8))
+        model[0](torch.ones(2, 8)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[1].weight.grad is None
+    assert model[2].weight.grad is None
 
 
 def traces(model: nn.Module) -> list[Any]:
@@ -1021,31 +1053,21 @@ def test_on_another_stream_it_is_left_to_autograd(monkeypatch: pytest.MonkeyPatc
     assert not serve.report().served
 
 
-def test_a_sum_may_lie_elsewhere() -> None:
-    """`destination` says where; `.grad` stays as it is, here None."""
-    model = nn.Linear(8, 4, bias=False)
-    total = torch.zeros(4, 8)
-    serve = serve_all(model, destination=lambda weight: total)
-    with serve.micro_batch():
-        model(torch.ones(2, 8)).sum().backward()
-    assert model.weight.grad is None
-    assert torch.equal(total, torch.full((4, 8), 2.0))
-
-
 @pytest.mark.parametrize(
     ("grad", "reason"),
     [
         (torch.zeros(4, 8).to_sparse(), "torch.sparse_coo"),
-        (torch.zeros(8, 4), "another shape"),
         (torch.zeros(4, 8, dtype=torch.float64), "torch.float64, the weight torch.float32"),
         (torch.zeros(4, 8, requires_grad=True), "part of a graph"),
     ],
-    ids=["sparse", "shape", "dtype", "graph"],
+    ids=["sparse", "dtype", "graph"],
 )
 def test_a_sum_that_does_not_fit_is_not_added_to(grad: Tensor, reason: str) -> None:
     """And the report says in which way."""
     model = nn.Linear(8, 4)
-    serve = serve_all(model, destination=lambda weight: grad)
+    model.weight.grad_dtype = None  # any
+    model.weight.grad = grad
+    serve = serve_all(model)
     with serve.micro_batch():
         assert type(model.weight) is nn.Parameter
     assert reason in serve.report().others["Linear"]
@@ -1073,9 +1095,7 @@ def test_the_report_names_each_module_and_the_reason() -> None:
     parametrize.register_parametrization(model["parametrized"], "weight", nn.Tanh())
     serve = InplaceGradients(model, smallest=9)
     assert not serve.report().served
-    assert serve.report().others["served"] == sums.NO_SUM
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    assert serve.report().others["served"] == "no micro-batch has run yet"
     with serve.micro_batch():
         model["served"](torch.ones(1, 8)).sum().backward()
         assert serve.report().served == ("served",)

@@ -155,9 +155,8 @@ def _embedding(
     if max_norm is not None or scale_grad_by_freq or sparse:
         total.sum.fallback = "an embedding with max_norm, scale_grad_by_freq or sparse"
         return NotImplemented
-    target = total.sum.destination(total.sum.weight)
-    if isinstance(target, Tensor) and target.dtype.itemsize < 4:
-        total.sum.fallback = f"an embedding whose sum in {target.dtype} would round at each row"
+    if total.sum.dtype.itemsize < 4:
+        total.sum.fallback = f"an embedding whose sum in {total.sum.dtype} would round at each row"
         return NotImplemented
     rows = weight.shape[0]
     if padding_idx is not None and not -rows <= padding_idx < rows:

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import optimizer
 
 from accumplug.inplace.calls import unwatch, watch
-from accumplug.inplace.sums import NO_SUM, Destination, Sum, ordinary_sum
+from accumplug.inplace.sums import Sum
 
 SMALLEST = 2**19
 """Elements of a weight from which on the saving is larger than what it costs to notice it."""
@@ -42,13 +42,11 @@ class InplaceGradients:
 
     In a micro-batch that runs inside of `micro_batch()`, the gradient of a product with a
     weight (`F.linear`, `torch.addmm`, `@`, also with a transpose or a slice of it) or of a
-    lookup in it (`F.embedding`) is added to `.grad` by the operation that computes it. There
-    must be a sum already, so it begins with the second micro-batch of a window. Whatever
-    else is done with the weight goes through autograd as always.
+    lookup in it (`F.embedding`) is added to `.grad` by the operation that computes it, to zeros
+    where there is none. Whatever else is done with the weight goes through autograd as always.
 
     Args:
         models: the modules whose weights are meant, as they are now.
-        destination: where a weight's sum is, or the reason why there is none to add to.
         smallest: elements of the smallest weight that is served.
 
     >>> serve = InplaceGradients(model)
@@ -59,7 +57,6 @@ class InplaceGradients:
     def __init__(
         self,
         *models: nn.Module,
-        destination: Destination = ordinary_sum,
         smallest: int = SMALLEST,
     ) -> None:
         self._sums: dict[int, Sum] = {}
@@ -69,7 +66,7 @@ class InplaceGradients:
             prefix = f"{i}." if len(models) > 1 else ""
             for name, module, whole in _walk(model, "", None):
                 name = prefix + (name or type(module).__name__)
-                self._add(name, module, whole, destination, smallest)
+                self._add(name, module, whole, smallest)
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -111,7 +108,6 @@ class InplaceGradients:
         name: str,
         module: nn.Module,
         whole: str | None,
-        destination: Destination,
         smallest: int,
     ) -> None:
         weights: list[Tensor] = list(module.parameters(recurse=False))
@@ -120,7 +116,7 @@ class InplaceGradients:
         for weight in weights:
             reason = whole or _never(module, weight, smallest)
             if reason is None:
-                self._sums.setdefault(id(weight), Sum(weight, destination))
+                self._sums.setdefault(id(weight), Sum(weight))
             else:
                 self._never[id(weight)] = reason
 
@@ -130,12 +126,12 @@ class InplaceGradients:
             return self._never[id(weight)]
         total = self._sums[id(weight)]
         refusal = None if total.open else total.refusal()
-        if refusal is not None and refusal is not NO_SUM:
+        if refusal is not None:
             return refusal
         if total.added:
             return None
         if not total.opened:
-            return NO_SUM
+            return "no micro-batch has run yet"
         return total.fallback or "no product with its weight, and no lookup in it, was seen"
 
 

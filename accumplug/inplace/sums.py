@@ -8,30 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NO_SUM = "no sum yet: a window's first gradient is kept as it is"
-
-Destination = Callable[[Tensor], "Tensor | str"]
-
-
-def ordinary_sum(weight: Tensor) -> Tensor | str:
-    """The running sum as torch keeps it, in `.grad`, or why nothing may be added to it."""
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return "a hook on the weight has to see each gradient"
-    return NO_SUM if weight.grad is None else weight.grad
-
 
 class Sum:
-    """One weight and the running sum of its gradient.
+    """One weight and the running sum of its gradient, its `.grad`.
 
     `open`: whether a micro-batch is running that may add to it. `opened` counts those;
     `added` counts the gradients that went straight into the sum; `fallback` says why the
     last one that did not was left to autograd.
     """
 
-    def __init__(self, weight: Tensor, destination: Destination = ordinary_sum) -> None:
+    def __init__(self, weight: Tensor) -> None:
         self.sum = self
         self.weight = weight
-        self.destination = destination
         self.open = False
         self.opened = 0
         self.added = 0
@@ -45,8 +33,7 @@ class Sum:
             return f"its weight is a {type(self.weight).__name__}"
         if not self.weight.requires_grad:
             return "frozen"
-        target = self.destination(self.weight)
-        return target if isinstance(target, str) else _misfit(target, self.weight)
+        return self._obstacle()
 
     def start(self) -> None:
         """A micro-batch begins that may add to the sum."""
@@ -62,15 +49,26 @@ class Sum:
     def target(self) -> Tensor | None:
         """The tensor to add to, found at backward time; None: leave it to autograd.
 
-        On another CUDA stream than that of the caller the order of the additions would be
-        autograd's business.
+        A window's first gradient is added to zeros. On another CUDA stream than that of the
+        caller the order of the additions would be autograd's business.
         """
-        if not self.open or _stream(self.weight) != self._stream:
+        weight = self.weight
+        if not self.open or _stream(weight) != self._stream or self._obstacle():
             return None
-        target = self.destination(self.weight)
-        if isinstance(target, str) or _misfit(target, self.weight):
-            return None
-        return target
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight, dtype=self.dtype, requires_grad=False)
+        return weight.grad
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the sum, which may be wider than that of the weight."""
+        dtype = self.weight.grad_dtype if self.weight.grad is None else self.weight.grad.dtype
+        return dtype or self.weight.dtype
+
+    def _obstacle(self) -> str | None:
+        if self.weight._backward_hooks or self.weight._post_accumulate_grad_hooks:
+            return "a hook on the weight has to see each gradient"
+        return None if self.weight.grad is None else _misfit(self.weight.grad, self.weight)
 
     def in_dtype(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The weight in autocast's dtype, cast once a micro-batch as autocast does."""
@@ -120,8 +118,6 @@ def _stream(weight: Tensor) -> Any:
 def _misfit(target: Tensor, weight: Tensor) -> str | None:
     if target.layout is not torch.strided or type(target) is not Tensor:
         return f"its gradient is a {type(target).__name__}, {target.layout}"
-    if target.shape != weight.shape or target.device != weight.device:
-        return "its gradient has another shape or device"
     if target.dtype not in (weight.dtype, torch.float32):
         return f"its gradient is {target.dtype}, the weight {weight.dtype}"
     return "its gradient is part of a graph" if target.requires_grad else None
