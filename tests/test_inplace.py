@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -384,6 +386,39 @@ def test_a_forward_has_the_bits_and_strides_of_the_plain_one(
         y = model(x)
         assert torch.equal(y, expected)
         assert y.stride() == expected.stride()
+
+
+class Calls(TorchDispatchMode):
+    """How often each operation was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_a_product_with_a_wide_matrix_is_done_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool
+) -> None:
+    """Of 4 columns for each thread, the last one smaller; it is the same product."""
+    monkeypatch.setattr("accumplug.inplace.products.WIDE", 16 * 70)
+    monkeypatch.setattr("accumplug.inplace.products.COLUMNS", 4)
+    model, x = nn.Linear(16, 70, bias=bias), torch.randn(rows, 16)
+    expected = model(x)
+    with serve_all(model).micro_batch(), Calls() as calls:
+        y = model(x)
+        y.sin().sum().backward()
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    assert y.stride() == expected.stride()
+    forward = "aten.addmm" if bias else "aten.mm"
+    assert calls.count[forward] == math.ceil(70 / (4 * torch.get_num_threads()))
+    gradient = torch.autograd.grad(expected.sin().sum(), model.weight)[0]
+    torch.testing.assert_close(model.weight.grad, gradient, rtol=1e-6, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):

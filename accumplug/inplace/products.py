@@ -12,6 +12,8 @@ from torch._C import DisableTorchFunctionSubclass
 from accumplug.inplace.sums import Part, Sum
 
 PIECE = 2**20  # elements of the largest temporary where a product and its sum differ in dtype
+WIDE = 2**22  # elements of a matrix that no cache holds
+COLUMNS = 256  # of such a matrix that each thread multiplies at a time
 
 
 class Product(torch.autograd.Function):
@@ -35,7 +37,7 @@ class Product(torch.autograd.Function):
         with DisableTorchFunctionSubclass():
             used = weight.detach() if low is None else low
             matrix = used.t() if transposed else used
-            y = x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)
+            y = multiply(x, matrix, bias)
         ctx.total, ctx.weight, ctx.transposed = total, weight, transposed
         ctx.biased = bias is not None
         saved = matrix if x.requires_grad else None
@@ -91,6 +93,28 @@ class Lookup(torch.autograd.Function):
                 ),
             )
             return None, dw, None, None
+
+
+def multiply(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ matrix + bias.
+
+    MKL (2024.2, as in torch 2.13) multiplies in fp32 by the transpose of a weight that is larger
+    than the caches, an output head's, 1.2 to 1.9 times as fast if it is given a few columns at a
+    time, and gives the same bits (measured with 1 and 2 threads on an AMD EPYC).
+    """
+    in_pieces = x.is_cpu and x.dtype is torch.float32 and matrix.stride(0) == 1
+    if not in_pieces or matrix.numel() < WIDE or matrix.shape[0] < 2 * COLUMNS:
+        return x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)
+    columns = COLUMNS * torch.get_num_threads()
+    y = x.new_empty(x.shape[0], matrix.shape[1])
+    parts = zip(torch.split(y, columns, 1), torch.split(matrix, columns, 1), strict=True)
+    if bias is None:
+        for out, part in parts:
+            torch.mm(x, part, out=out)
+    else:
+        for (out, part), some in zip(parts, torch.split(bias, columns), strict=True):
+            torch.addmm(some, x, part, out=out)
+    return y
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
