@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from accumplug.accumulator import Accumulator
 from accumplug.batches import Feed, Meeting
-from accumplug.sync import before_forward
 
 from . import elastic, window
-from .agreement import Meetings, Request, Store
+from .agreement import Store
 from .background import Writer
 from .files import CheckpointError
 from .format import list_checkpoints
 from .order import Order
 from .pace import Pace
-from .preemption import Signals, lasting_workers
+from .preemption import lasting_workers
 from .restore import Position, find
 from .snapshot import Snapshot
 from .subject import State, find_subject
+from .turns import Turns
 
 
 class Checkpointer:
@@ -83,13 +83,13 @@ class Checkpointer:
         self._accum = accum
         self._order = Order(loader, self._making_workers)
         self._subject = find_subject(accum, model, stateful)
-        self._signals = Signals(signals)
         self._kinds = tuple(signals)
         self._pace = Pace(accum, every, every_seconds)
         ranks = accum._ranks
         self._store = Store(ranks, self.directory) if ranks.size > 1 else None
-        self._meetings = Meetings(self._store) if self._store else None
-        self._request = Request(self._store) if self._store and (signals or every_seconds) else None
+        self._turns = Turns(
+            accum, self._pace, signals, self._store, self._save, self._finish, self._moved
+        )
         self._snapshot = Snapshot(accum, self._subject, self._order, ranks.rank, background)
         self._writer = Writer(
             directory,
@@ -103,23 +103,18 @@ class Checkpointer:
         self._resumed = False
         self._feed_state: State | None = None
         self._saved_at: tuple[int, ...] | None = None
-        self._waits_for_step = False
-        self._interrupted = False
-        self._ran = self._met_at = accum.micro_batches
         self._failed: RuntimeError | None = None
         """Why a save was not written, until the loop is told."""
-        self._uneven: int | None = None
-        """The window in which ranks have run different numbers of micro-batches before `resume`."""
         accum._keeper = self
         accum._before_block.append(self._before_block)
-        accum._after_block.append(self._after_block)
+        accum._after_block.append(self._turns.block_ended)
 
     # -- what a run calls ----------------------------------------------------------------------
 
     @property
     def interrupted(self) -> bool:
         """Whether a signal has ended the pass, and the run was saved for it."""
-        return self._interrupted
+        return self._turns.interrupted
 
     def save(self) -> Path:
         """Save now, and wait until it is on disk. Between two blocks; all ranks have to call it."""
@@ -137,6 +132,12 @@ class Checkpointer:
         if failed:
             self._raise_failed()
         return self.directory / name if name else None
+
+    def _finish(self) -> None:
+        """The same for a run that ends here; an error on all ranks if rank 0 could not write."""
+        path = self._finished()
+        if self._store is not None:
+            self._whole(path)
 
     def resume(self) -> Position | None:
         """Go on from the newest whole checkpoint; None if there is none. All ranks have to call it.
@@ -189,11 +190,11 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, and let go of the Accumulator and of the signals. Closing twice is fine."""
         accum = self._accum
-        self._signals.restore()
+        self._turns.signals.restore()
         if accum._keeper is self:
             accum._keeper = None
             accum._before_block.remove(self._before_block)
-            accum._after_block.remove(self._after_block)
+            accum._after_block.remove(self._turns.block_ended)
         try:
             self._writer.close()
         finally:
@@ -214,7 +215,7 @@ class Checkpointer:
 
     def open_pass(self, feed: Feed, loader: Any) -> Iterator[tuple[Any, bool]]:
         """The items of a pass, from where it is to go on."""
-        if self._interrupted:
+        if self._turns.interrupted:
             raise RuntimeError(
                 "the run was interrupted and saved; leave the loop: if checkpoint.interrupted: "
                 "break"
@@ -229,25 +230,13 @@ class Checkpointer:
 
     def must_stop(self, meeting: Meeting) -> bool:
         """Whether the pass has to end before the next block."""
-        if self._waits_for_step:
-            self._act()
-        if self._interrupted:
-            return True
-        if meeting is Meeting.FULL and self._uneven == self._accum.windows:
-            meeting = Meeting.SHORT
-        if self._meetings is not None:
-            if not self._agree(meeting) and meeting not in (Meeting.NONE, Meeting.STEP):
-                self._equal_saves(self._meetings, meeting)
-        elif self._signals.arrived:
-            self._answer("stop")
-        return self._interrupted
+        return self._turns.must_stop(meeting)
 
     def after_body(self) -> bool:
         """The loop has come back for the next item; whether the pass has to end."""
         self._order.moved(self._accum.position)
-        if self._waits_for_step:
-            self._act()
-        return self._interrupted
+        self._turns.loop_came_back()
+        return self._turns.interrupted
 
     # -- what accum calls ----------------------------------------------------------------------
 
@@ -257,106 +246,17 @@ class Checkpointer:
         self._raise_failed()
         if self._accum._feed is None:
             self._refuse_unseen_data()
-            if self._waits_for_step:
-                self._act()
+            self._turns.loop_came_back()
         self._order.settle()
 
-    def _after_block(self) -> None:
-        self._pace.block_ended()
-        accum = self._accum
-        if accum.pending == 0 or accum.micro_batches == self._ran:  # closed, or met without data
-            self._met_at = accum.micro_batches
-        self._ran = accum.micro_batches
-        self._waits_for_step = self._steps_later()
-        if not self._waits_for_step:
-            self._act()
-
-    def _steps_later(self) -> bool:
-        """Whether the window has closed and the loop has its step still to take."""
-        accum = self._accum
-        if accum.takes_step or accum.pending:
-            return False
-        loop = accum._loop
-        return loop is None or not (loop.stepped or loop.was_skipped())
-
-    def _act(self) -> None:
-        """A block is over: do what is to be done then."""
-        self._waits_for_step = False
-        if self._pace.is_due() and self._here() != self._saved_at:
-            self._save()
-        if self._meetings is not None:
-            self._agree(Meeting.NONE)
-        elif self._signals.arrived and not self._interrupted:
-            self._answer("stop")
-        elif self._pace.is_time():
-            self._answer("save")
-
-    def _agree(self, meeting: Meeting) -> bool:
-        """On several ranks: ask for what is due here, and do what the ranks have agreed on.
-
-        Returns whether the run is interrupted.
-        """
-        if (request := self._request) is None or (meetings := self._meetings) is None:
-            return False
-        meets = meeting not in (Meeting.NONE, Meeting.STEP)
-        while not self._interrupted:
-            if request.known is None and self._signals.arrived:
-                request.ask("stop")
-            elif request.known is None and self._accum._ranks.rank == 0 and self._pace.is_time():
-                request.ask("save")
-            if not request.is_time(self._index(), meetings.saves, meets):
-                return False
-            if meeting is Meeting.SHORT and request.target:
-                self._join_forward()
-            while meetings.saves < request.saves:
-                self._save()
-            what = request.known
-            request.done()
-            self._answer(what)
-        return True
-
-    def _equal_saves(self, meetings: Meetings, meeting: Meeting) -> None:
-        """Before the ranks meet: make the saves that the others make and this one would miss."""
-        meetings.arrive()
-        if meeting is not Meeting.FULL:
-            if meeting is Meeting.SHORT:
-                self._join_forward()
-            meetings.catch_up(self._save, lambda: self._agree(meeting))
-        meetings.meet()
-
-    def _join_forward(self) -> None:
-        """Wait for the others only after what they need from this rank to come so far.
-
-        In its first forward of a window DistributedDataParallel broadcasts its buffers.
-        """
-        if self._accum.pending == 0:
-            models = self._accum._models.known()
-            for ddp in self._accum._sum.replicas(models):
-                before_forward(ddp)
-
-    def _answer(self, what: str | None) -> None:
-        stops = what == "stop"  # the process may end right after, so all ranks wait for the disk
-        if self._here() != self._saved_at or self._store is not None:
-            self._save()
-        if stops:
-            path = self._finished()
-            if self._store is not None:
-                self._whole(path)
-        self._pace.saved()
-        self._interrupted = stops
-
     # -- saving and loading --------------------------------------------------------------------
-
-    def _index(self) -> int:
-        """Micro-batches since the ranks last met. (In the window it would be others on each rank
-        that has carried some into it.)"""
-        accum = self._accum
-        each = accum._options.sync == "every"  # they meet in each one, and go in step
-        return accum.pending if each else accum.micro_batches - self._met_at
 
     def _here(self) -> tuple[int, ...]:
         accum = self._accum
         return accum.windows, accum.pending, accum.micro_batches, accum.epoch, accum.position
+
+    def _moved(self) -> bool:
+        return self._here() != self._saved_at
 
     def _save(self) -> None:
         if self._accum._micro is not None:
@@ -366,10 +266,8 @@ class Checkpointer:
             self._source = last
         more: State = {"count": self._pace.count, "steps": self._accum.steps}
         job = self._snapshot.take(self._source, more | {"noise": self._noise()})
-        if self._meetings is not None:
-            self._meetings.saved()  # before rank 0 may wait for the parts of those who wait for it
+        self._turns.saved()
         self._saved_at = self._here()
-        self._pace.saved()
         try:
             self._writer.submit(job)
         except RuntimeError as error:
@@ -408,11 +306,7 @@ class Checkpointer:
         self._subject.load_others(others)
         window.put(own, accum, self._subject, self._order)
         self._feed_state = own["feed"]
-        self._pace.start_at(own["count"])
-        self._ran = self._met_at = accum.micro_batches
-        told = [float(accum.pending), float(accum.pending) ** 2]
-        total, squares = (float(n) for n in ranks.sum(told))
-        self._uneven = accum.windows if squares * ranks.size != total**2 else None
+        self._turns.start_at(own["count"])
         self._load_noise(own.get("noise"))
 
     def _noise(self) -> State | None:
@@ -444,7 +338,7 @@ class Checkpointer:
         return path
 
     def _refuse_unseen_data(self) -> None:
-        if self._order.loader is None and self._request is None:
+        if self._order.loader is None and not self._turns.counts_blocks:
             return
         raise RuntimeError(
             "the place in the data is not known, as the loop goes through it by itself; let it go "

@@ -33,6 +33,11 @@ class Pace:
         """Micro-batches so far."""
         return self._accum.micro_batches + self._lead
 
+    @property
+    def has_clock(self) -> bool:
+        """Whether saves are due by the clock."""
+        return self._seconds is not None
+
     def block_ended(self) -> None:
         """Count it."""
         accum = self._accum
