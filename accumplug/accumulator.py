@@ -503,12 +503,6 @@ class Accumulator:
         if self._probe is not None:
             self._probe.forget()
 
-    def _versions(self, micro: MicroBatch) -> list[int] | None:
-        """In the first micro-batch: what shows that a backward has changed the parameters."""
-        if self.micro_batches or micro.ends:
-            return None
-        return [p._version for p in self._sum.parameters]
-
     def _join(self) -> None:
         """Take part in a window of the other ranks, with what is pending here or with nothing."""
         in_step = self._feed is not None and self._feed.in_step

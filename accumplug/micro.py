@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accumplug import sharded
+from accumplug.arguments import check_backward, one_weight
 from accumplug.close import unscaled
-from accumplug.engine import run_backward
 from accumplug.meeting import settle
-from accumplug.sync import before_forward, buffers_once, check_reduced, reduce_now, reduce_sums
-from accumplug.window import TornWindowError, Weight, check_weight, is_number
+from accumplug.reduction import back, defer, reduce, refuse_left_out
+from accumplug.sync import before_forward
+from accumplug.window import TornWindowError, Weight, is_number
 
 if TYPE_CHECKING:
     from accumplug.accumulator import Accumulator
-    from accumplug.weights import Plan
 
 
 class MicroBatch:
@@ -52,13 +51,15 @@ class MicroBatch:
     skipped = False
     began = False
     """Whether something may have been added to the running sum."""
+    backwards = 0
+    """How many it has had."""
+    reduced = False
+    """Whether the last one has reduced the gradient over the ranks."""
     replicas: Sequence[Any] = ()
     """The DDP modules in the block."""
     roots: Sequence[Any] = ()
     """The fully_shard modules: every rank runs a forward and a backward of them."""
     _used = False
-    _backwards = 0
-    _reduced = False
     _deferred: ExitStack | None = None
 
     def __init__(self, accum: Accumulator, models: tuple[nn.Module, ...], weight: Weight) -> None:
@@ -95,10 +96,10 @@ class MicroBatch:
             raise RuntimeError("backward outside of its block; it belongs into `with accum(...):`")
         plan = accum._plan()
         if weight is not None or plan is not None:
-            self._fix_weight(weight, plan)
-        self._check(loss, extra, reduction)
+            self.weight = one_weight(self, weight, plan)
+        check_backward(accum, self, loss, extra, reduction)
         self._refuse_touched()
-        first, self._backwards = not self._backwards, self._backwards + 1
+        first, self.backwards = not self.backwards, self.backwards + 1
         absent = is_number(self.weight) and self.weight == 0
         if absent and extra is None and not self.roots:
             self._stand_in()
@@ -123,7 +124,7 @@ class MicroBatch:
             divisor = plan.micro_batches / accum._ranks.size
             grads.append(accum._update.root_gradient(extra, divisor))
         kept = accum._sum.take() if keeps else None
-        self._back(roots, grads, retain_graph, create_graph)
+        back(accum, self, roots, grads, retain_graph, create_graph)
         if kept is None or accum._update.keep(kept, loss):
             if keeps:
                 window.add_weight(self.weight)
@@ -143,7 +144,7 @@ class MicroBatch:
         accum = self._accum
         if accum._micro is not self:
             raise RuntimeError("skip outside of its block; it belongs into `with accum(...):`")
-        if self._backwards:
+        if self.backwards:
             raise RuntimeError("skip after a backward; what was added can't be taken back")
         plan = accum._plan()
         promised = plan is not None and not self.virtual and self.index < len(plan.weights)
@@ -185,9 +186,9 @@ class MicroBatch:
                 for ddp in self.replicas:
                     before_forward(ddp)
             if self.ends:
-                self._refuse_left_out()
+                refuse_left_out(accum, self)
         if self.replicas or self.roots or accum._foreign().replicas:
-            self._defer()
+            self._deferred = defer(accum, self)
         if (server := accum._serves(self)) is not None:
             self._deferred = self._deferred or ExitStack()
             self._deferred.enter_context(server.micro_batch())
@@ -227,121 +228,6 @@ class MicroBatch:
             accum._leave(self)
         self.models = self.replicas = self.roots = ()  # a loop keeps its last micro-batch
 
-    def _check(self, loss: Tensor, extra: Tensor | None, reduction: str) -> None:
-        """Raise for what can't be back-propagated here."""
-        plain = extra is None and reduction == "mean" and not (self._backwards or self.skipped)
-        if plain and isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-            return
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'reduction is "mean" or "sum"; got {reduction!r}')
-        for name, term in (("loss", loss), ("extra", extra)):
-            if name == "extra" and term is None:
-                continue
-            if not isinstance(term, Tensor) or term.numel() != 1:
-                what = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
-                raise ValueError(f"{name} is a tensor of one element, a mean or a sum; got {what}")
-            if not term.requires_grad and not (is_number(self.weight) and self.weight == 0):
-                raise ValueError(
-                    f"{name} has no graph: nothing in it requires a gradient. Was it detached, or "
-                    f"computed under no_grad?"
-                )
-        if extra is not None and self._accum._plan() is None:
-            raise ValueError(
-                "extra= has its own denominator, so the size of the window must be known before "
-                "its first backward; use accum.batches(loader, weigh=...), which looks ahead"
-            )
-        if self.skipped:
-            raise RuntimeError("backward after skip: this micro-batch was left out")
-        if self._backwards and (
-            (self.finished and (self.replicas or self.roots))
-            or self._accum._options.nonfinite == "skip_micro_batch"
-        ):
-            raise RuntimeError(
-                "a second backward in a micro-batch whose gradient is finished with the first "
-                "(it is reduced over the ranks there); add the losses and call backward once"
-            )
-
-    def _fix_weight(self, weight: Weight | None, plan: Plan | None) -> None:
-        """The weight of this micro-batch: one, whoever says it."""
-        if self.finished and not self._backwards and weight is not None and self.weight == 0:
-            raise ValueError(
-                f"this micro-batch closes the window with the weight 0, and now has {weight}; a "
-                f"micro-batch has one weight"
-            )
-        said = self.weight if weight is None else check_weight(weight)
-        known = self.weight if self._backwards else plan and plan.weights[self.index]
-        if known is not None:
-            silent = weight is None and (self._backwards or not is_number(said) or said == 1)
-            if not silent and is_number(said) and is_number(known) and said != known:
-                raise ValueError(
-                    f"this micro-batch has the weight {known} (from "
-                    f"{'its first backward' if self._backwards else 'weigh='}), and now {said}; a "
-                    f"micro-batch has one weight"
-                )
-            said = known
-        self.weight = said
-
-    def _back(
-        self,
-        roots: list[Tensor],
-        grads: list[Tensor],
-        retain_graph: bool | None,
-        create_graph: bool,
-    ) -> None:
-        """Run the backward, adding nothing to the sums of other Accumulators."""
-        others = self._accum._foreign()
-        if not (others.parameters or self.replicas) and self._accum.micro_batches:
-            run_backward(roots, grads, retain_graph, create_graph)
-            return
-        foreign = [p for r in others.parameters if (p := r()) is not None and p.requires_grad]
-        stats, versions = self._stats(), self._accum._versions(self)
-        for parameter in foreign:  # AccumulateGrad passes over what requires no gradient
-            parameter.requires_grad_(False)
-        try:
-            with sharded.untouched(r for ref in others.roots if (r := ref()) is not None):
-                run_backward(roots, grads, retain_graph, create_graph)
-        finally:
-            for parameter in foreign:
-                parameter.requires_grad_(True)
-        self._reduced = self._stats() != stats
-        if self._reduced and not self.overlaps:
-            raise RuntimeError(
-                "DistributedDataParallel reduced in a micro-batch that was not to: its forward ran "
-                "outside of the block, or an earlier forward had no backward. "
-                "Run it inside of `with accum(model):`, or under torch.no_grad()"
-            )
-        if versions != self._accum._versions(self):
-            raise ValueError(
-                "a parameter changed in the backward of a micro-batch that does not close: an "
-                "optimizer steps inside of it, once for each micro-batch. Remove it, or use steps=1"
-            )
-
-    def _defer(self) -> None:
-        """Keep DDP from reducing, except in the backward that has to."""
-        self._deferred = ExitStack()
-        own = {id(ddp) for ddp in self.replicas}
-        for reference in self._accum._foreign().replicas:
-            if (ddp := reference()) is not None and id(ddp) not in own:
-                self._deferred.enter_context(ddp.no_sync())
-        for root in self.roots:
-            sharded.defer(root, not self.reduces)
-            self._deferred.callback(sharded.defer, root, False)
-            if not self.reduces:
-                self._accum._models.warn_deferral(root)
-        for ddp in self.replicas:
-            self._deferred.enter_context(buffers_once(ddp) if self.overlaps else ddp.no_sync())
-
-    def _refuse_left_out(self) -> None:
-        """Raise RuntimeError if the window has sums in a DDP module that is not in this block."""
-        accum, own = self._accum, {id(ddp) for ddp in self.replicas}
-        for ddp in accum._sum.replicas(accum._sum.models):
-            if id(ddp) not in own and any(p.grad is not None for p in ddp.parameters()):
-                raise RuntimeError(
-                    f"the micro-batch that closes the window leaves out a model that earlier ones "
-                    f"used, {type(ddp.module).__name__}: its gradients would be reduced by nobody. "
-                    f"Give each block the same models: accum(a, b)"
-                )
-
     def _before_step(self) -> None:
         """A loop clips or steps in a closing block: the sum has to be finished."""
         self._stand_in_early()
@@ -353,7 +239,7 @@ class MicroBatch:
 
     def _stand_in_early(self) -> None:
         """Finish the sum before a loop steps in a block of weight 0, which needs no backward."""
-        if is_number(self.weight) and self.weight == 0 and not self._backwards and self.ends:
+        if is_number(self.weight) and self.weight == 0 and not self.backwards and self.ends:
             self._stand_in()
 
     def _refuse_touched(self, gone: bool = False) -> None:
@@ -377,40 +263,16 @@ class MicroBatch:
             settle(self._accum, self)
         self.finished = True
         if self.reduces and (self.replicas or self.roots):
-            self._accum.syncs += self._reduce()
+            self._accum.syncs += reduce(self._accum, self)
         if self.ends and not self._accum.takes_step:
             self._accum._update.hand_over()
         if self.void and self._accum._loop is not None:
             self._accum._loop.void()
 
-    def _reduce(self) -> bool:
-        """Average the running sum over the ranks, where the backward has not; say if it was."""
-        accum = self._accum
-        if self.virtual and self.roots:
-            if accum._options.sync == "every":
-                return False  # each micro-batch was reduced, and a shard is nobody else's
-            for root in self.roots:
-                sharded.reduce_now(root)
-        if accum._wide is not None:
-            reduce_sums(self.replicas, accum._ranks)
-            return True
-        for ddp in self.replicas:
-            if not self._reduced:
-                reduce_now(ddp)
-            check_reduced(ddp)
-        for ddp in self.replicas:  # now that all ranks are here; else the next forward does it
-            ddp.reducer._rebuild_buckets()
-        return True
-
-    def _stats(self) -> list[list[int]]:
-        # torch 2.13, reducer.cpp: nanoseconds at which each parameter became ready in the last
-        # backward that reduced; they change if, and only if, there was another one.
-        return [r.reducer.get_backward_stats() for r in self.replicas]
-
     def _complete(self) -> None:
         """The block ended: see that it has done what a micro-batch has to."""
         accum = self._accum
-        if not self._backwards and not self.skipped:
+        if not self.backwards and not self.skipped:
             if not (is_number(self.weight) and self.weight == 0):
                 raise RuntimeError(
                     f"block {self.index} of the window ended without a backward; call "

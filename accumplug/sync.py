@@ -105,7 +105,7 @@ def before_forward(ddp: DistributedDataParallel) -> None:
     order). Done here, on all ranks and in one order, a rank that runs no forward in the window
     leaves nobody waiting.
     """
-    ddp.reducer._rebuild_buckets()
+    rebuild_buckets(ddp)
     if ddp._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
         ddp._sync_buffers()  # type: ignore[no-untyped-call]
     if not ddp._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ def reduce_now(ddp: DistributedDataParallel) -> None:
     parameter as used if it has a `.grad`, so one that no rank has used stays without.
     """
     parameters = reduced_parameters(ddp)
-    ddp.reducer._rebuild_buckets()
+    rebuild_buckets(ddp)
     ddp.reducer.prepare_for_forward()
     if ddp.find_unused_parameters:
         # at least one has to start the reducer; if it has no .grad it does not count as used
@@ -192,6 +192,19 @@ def reduce_sums(ddps: Sequence[DistributedDataParallel], ranks: Ranks) -> None:
             offset += grad.numel()
     for ddp in ddps:
         ddp.require_forward_param_sync = True
+
+
+def reduction_times(ddps: Iterable[DistributedDataParallel]) -> list[list[int]]:
+    """What differs before and after a backward if, and only if, it has reduced.
+
+    Nanoseconds at which each parameter became ready in the last backward that did.
+    """
+    return [ddp.reducer.get_backward_stats() for ddp in ddps]
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Let `ddp` put its buckets into the order of its first backward. All ranks have to be here."""
+    ddp.reducer._rebuild_buckets()
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
