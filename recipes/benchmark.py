@@ -257,23 +257,33 @@ def token_ids(length: int) -> Tensor:
 
 
 def curve(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Samples per second against steps, as a share of the limit: one forward and backward."""
-    model = Language().to(DEVICE)
-    x = token_ids(256)
+    """Throughput against steps at 64 tokens a micro-batch, as a share of the limit.
 
-    def limit(windows: int) -> None:
-        for _ in range(windows):
-            model.zero_grad()
-            model(x)["loss"].backward()
+    The limit is one forward and backward into gradients that are there, with nothing around it.
+    """
+    model = Language().to(DEVICE)
+
+    def bare(windows: int, steps: int) -> None:
+        for _ in range(windows * steps):
+            model(token_ids(64))["loss"].backward()
+
+    def accum(steps: int, **options: Any) -> Loop:
+        loop = with_accum(model, lambda: token_ids(64), steps, **options)
+
+        def run(windows: int) -> None:
+            model.zero_grad()  # what the limit has left
+            loop(windows)
+
+        return run
 
     rows = {}
-    for steps in (1, 4, 16, 64):
+    for steps in (1, 2, 4, 8, 16, 32, 64):
         loops = {
-            "limit": lambda windows, n=steps: limit(windows * n),
-            "accum": with_accum(model, lambda: x, steps),
-            "accum inplace": with_accum(model, lambda: x, steps, inplace=True),
+            "limit": lambda windows, n=steps: bare(windows, n),
+            "accum": accum(steps),
+            "accum inplace": accum(steps, inplace=True),
         }
-        seconds = race(loops, 1, steps, max(2, arguments.repeats // 2))
+        seconds = race(loops, max(1, 8 // steps), steps, max(2, arguments.repeats // 2))
         rows[steps] = {
             name: statistics.median([a / b for a, b in zip(seconds["limit"], own, strict=True)])
             for name, own in seconds.items()
