@@ -51,6 +51,10 @@ def take_update(
     scaler its own rule holds: an optimizer with an inf or NaN among its gradients does not step,
     and the scale backs off once. A scheduler ticks when its optimizer has stepped. `before_step`
     runs on the clipped gradient.
+
+    Raises:
+        NonFiniteError: the gradient is not finite and `nonfinite` is "raise".
+        ValueError: `total` is no sum of weights, which a tensor tells only here.
     """
     graded = [p for p in parameters if p.grad is not None]
     if not graded and parameters:
@@ -67,6 +71,11 @@ def take_update(
         value, known_total, values = norm.item(), 1.0, [0.0 for _ in optimizers]
     else:
         value, known_total, *values = _read(norm, total, scaler, optimizers)
+        if not 0 <= known_total < math.inf:
+            raise ValueError(
+                f"the weights of the window sum up to {known_total}; a weight is how many items a "
+                f"micro-batch's loss is a mean over: finite, and 0 or more"
+            )
     bad = [bool(flag) or known_total == 0 for flag in values]
     finite = math.isfinite(value) and not any(bad)
     if not finite and known_total != 0 and nonfinite == "raise":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 
 import pytest
@@ -195,6 +196,28 @@ def test_a_weight_that_counts_nothing_is_refused_at_the_block_and_at_the_backwar
         with pytest.raises(ValueError, match="weight is "), accum(model):
             accum.backward(mean_loss(model, data([2])[0]), weight=weight)
     assert accum.pending == 0
+
+
+@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=4.0)])
+@pytest.mark.parametrize("weights", [(3.0, -4.0), (1.0, math.nan), (math.inf, 1.0)])
+def test_device_weights_that_sum_up_to_no_number_are_refused_at_the_close(weights, scaler):
+    """Nobody reads them before; nothing steps, and after discard() the next window is right."""
+    model = network()
+    before = [p.clone() for p in model.parameters()]
+    optimizer = SGD(model.parameters(), 0.1)
+    accum, batches = Accumulator(2, optimizer=optimizer, scaler=scaler), data([2] * 2)
+    with pytest.raises(ValueError, match=rf"weights of the window sum up to {sum(weights)}"):
+        for batch, weight in zip(batches, weights, strict=True):
+            with accum(model, weight=torch.tensor(weight)):
+                accum.backward(mean_loss(model, batch))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert accum.updates == 0
+    accum.discard()
+    expected, got = big_batch(model, batches), []
+    accum.on_update(lambda: got.append(gradients(model)))
+    for batch in batches:
+        run(accum, model, batch)
+    assert relative(got[0], expected) <= 1e-6
 
 
 def test_weights_of_numpy_are_numbers():
