@@ -371,8 +371,8 @@ class Accumulator:
             if window.torn is not None:
                 raise TornWindowError(self._torn_message())
         self._models.see(models)
-        if self._wide is not None:
-            self._sum.widen(self._wide)
+        if self._wide is not None and window is not None:
+            self._sum.widen(self._wide)  # a model that is new in it
         if self._absent():
             refuse_absent(self)
 
@@ -380,6 +380,8 @@ class Accumulator:
         if self._window is None:
             steps = self.steps if (plan := self._plan()) is None else max(len(plan.weights), 1)
             self._sum.refresh()
+            if self._wide is not None:
+                self._sum.widen(self._wide)
             if steps > 1:
                 self._models.check_windows()
             self._window = Window(steps)

@@ -33,8 +33,9 @@ def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | No
     """Set `parameter.grad`; its dtype may differ from the parameter's (`Tensor.grad_dtype`)."""
     dtype = dtype or (parameter.dtype if grad is None else grad.dtype)
     parameter.grad = None
-    if parameter.grad_dtype != dtype:
-        parameter.grad_dtype = dtype
+    if (parameter.grad_dtype or parameter.dtype) != dtype:
+        # None: torch (2.13) can't go back to following the parameter's dtype, but to any dtype
+        parameter.grad_dtype = None if dtype == parameter.dtype else dtype
     parameter.grad = grad
 
 
@@ -48,10 +49,10 @@ class _Model:
 
 def _widens(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
     """Whether the sum of `parameter` is to be in `dtype` (or is in another than its own)."""
-    if not parameter.requires_grad or isinstance(parameter, DTensor):
+    if not parameter.is_floating_point() or isinstance(parameter, DTensor):
         return False
     if dtype is None:
-        return parameter.grad_dtype != parameter.dtype
+        return (parameter.grad_dtype or parameter.dtype) != parameter.dtype
     return parameter.dtype.itemsize < dtype.itemsize
 
 
@@ -132,6 +133,7 @@ class RunningSum:
                 known.parameters = list(model.parameters())
         self._stepped = _parameters(self._optimizers)
         self._all = None
+        self._wide = False
 
     @property
     def models(self) -> list[nn.Module]:

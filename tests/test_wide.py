@@ -130,7 +130,8 @@ def test_a_discarded_window_leaves_nothing_wide() -> None:
         accum.backward(model(1.0))
     accum.discard()
     assert model.w.grad is None
-    assert model.w.grad_dtype is torch.bfloat16
+    model(1.0).backward()
+    assert model.w.grad.dtype is torch.bfloat16
 
 
 def test_wide_parameters_are_left_alone() -> None:
@@ -163,3 +164,68 @@ def test_a_narrow_accumulate_dtype_is_refused() -> None:
     """bf16 sums are what one wants to be rid of."""
     with pytest.raises(ValueError, match="float32"):
         Accumulator(2, accumulate_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_model_that_changes_its_dtype_gets_gradients_of_the_new_one(close: bool) -> None:
+    """After a window, or one that was thrown away; as a model that was never summed widely."""
+    model = nn.Linear(8, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    accum = Accumulator(2, optimizer=optimizer, accumulate_dtype=torch.float32)
+    x = torch.randn(3, 8)
+    for _ in range(2 if close else 1):
+        with accum(model):
+            accum.backward(model(x.bfloat16()).sum())
+    if not close:
+        accum.discard()
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype).zero_grad()
+        model(x.to(dtype)).sum().backward()
+        assert model.weight.grad.dtype is dtype
+        assert torch.equal(model.weight.grad, x.to(dtype).sum(0).expand(4, 8))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("how", ["a new one", "replaced", "assign=True", "unfrozen"])
+def test_parameters_that_come_between_windows_are_summed_widely(how: str, inplace: bool) -> None:
+    """From their first window on."""
+    model = nn.ParameterDict({"a": torch.zeros(4, dtype=torch.bfloat16)})
+    if how != "a new one":
+        model["b"] = torch.zeros(4, dtype=torch.bfloat16)
+        model["b"].requires_grad_(how != "unfrozen")
+    accum = Accumulator(1, accumulate_dtype=torch.float32, inplace=inplace)
+    with accum(model):
+        accum.backward(model["a"].sum())
+    model.zero_grad()
+    if how == "unfrozen":
+        model["b"].requires_grad_()
+    elif how == "assign=True":
+        state = {name: p.clone() for name, p in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    else:
+        model["b"] = torch.zeros(4, dtype=torch.bfloat16)
+    accum.steps = 1024
+    for _ in range(1024):
+        with accum(model):
+            accum.backward(model["a"].sum() + model["b"].sum())
+    assert model["a"].grad.tolist() == model["b"].grad.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_freezing_and_unfreezing_inside_of_a_window_is_summed_widely(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    """What is frozen keeps its sum so far, rounded for the optimizer as the others are."""
+    model = nn.ParameterList([torch.zeros(4, dtype=torch.bfloat16) for _ in range(2)])
+    model[1].requires_grad_(False)
+    optimizer = kind(model.parameters(), lr=0.0)
+    accum, got = Accumulator(1024, optimizer=optimizer, accumulate_dtype=torch.float32), []
+    accum.on_update(lambda: got.extend(p.grad.tolist() for p in model))
+    for index in range(1024):
+        if index == 512:
+            model[0].requires_grad_(False)
+            model[1].requires_grad_(True)
+        with accum(model):
+            accum.backward(model[index // 512].sum())
+    assert got == [[0.5] * 4, [0.5] * 4]
+    assert all(p.grad_dtype in (None, torch.bfloat16) for p in model)
