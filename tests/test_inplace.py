@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
-import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,11 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from accumplug.inplace import InplaceGradients, sums
 
@@ -388,35 +391,27 @@ def test_a_forward_has_the_bits_and_strides_of_the_plain_one(
         assert y.stride() == expected.stride()
 
 
-class Calls(TorchDispatchMode):
-    """How often each operation was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_a_product_with_a_wide_matrix_is_done_in_pieces(
     monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool
 ) -> None:
-    """Of 4 columns for each thread, the last one smaller; it is the same product."""
+    """Of 4 columns for each thread, the last one with the rest; it is the same product."""
     monkeypatch.setattr("accumplug.inplace.products.WIDE", 16 * 70)
     monkeypatch.setattr("accumplug.inplace.products.COLUMNS", 4)
+    name, pieces = "addmm" if bias else "mm", []
+    product = getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda *a, out: pieces.append(product(*a, out=out)))
     model, x = nn.Linear(16, 70, bias=bias), torch.randn(rows, 16)
     expected = model(x)
-    with serve_all(model).micro_batch(), Calls() as calls:
+    with serve_all(model).micro_batch():
         y = model(x)
         y.sin().sum().backward()
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
     assert y.stride() == expected.stride()
-    forward = "aten.addmm" if bias else "aten.mm"
-    assert calls.count[forward] == math.ceil(70 / (4 * torch.get_num_threads()))
+    columns = 4 * torch.get_num_threads()
+    assert [p.shape[1] for p in pieces[:-1]] == [columns] * (70 // columns - 1)
+    assert pieces[-1].shape[1] == columns + 70 % columns
     gradient = torch.autograd.grad(expected.sin().sum(), model.weight)[0]
     torch.testing.assert_close(model.weight.grad, gradient, rtol=1e-6, atol=1e-6)
 
@@ -602,6 +597,18 @@ def test_autograd_grad_returns_the_gradient_and_adds_nothing() -> None:
         assert not serve.report().served
 
 
+@pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w.t()[:, 1:4]], ids=["t", "slice"])
+def test_autograd_grad_returns_the_gradient_of_a_view(view: Callable[[Tensor], Tensor]) -> None:
+    """As for the weight itself, and nothing is added."""
+    model = nn.Linear(8, 5)
+    x = torch.randn(3, 8)
+    with serve_all(model).micro_batch():
+        part = view(model.weight)
+        (grad,) = torch.autograd.grad((x @ part).sum(), part)
+    torch.testing.assert_close(grad, x.sum(0).unsqueeze(1).expand_as(grad))
+    assert model.weight.grad is None
+
+
 def test_backward_with_inputs_adds_to_these_only() -> None:
     """backward(inputs=...) accumulates, but not into what it does not name."""
     with linear() as (model, x, _):
@@ -754,6 +761,57 @@ def test_a_hook_that_comes_after_the_forward_sees_the_gradient() -> None:
         assert torch.equal(model.weight.grad, torch.ones(4, 5))
 
 
+def test_hooks_on_a_view_see_the_gradient_of_what_is_taken_of_it() -> None:
+    """And a view that retains its gradient has one."""
+    results = []
+    for served in (True, False):
+        torch.manual_seed(0)
+        weight, x = nn.Parameter(torch.randn(8, 6)), torch.randn(3, 6)
+        model = nn.ParameterList([weight])
+        with serve_all(model).micro_batch() if served else torch.enable_grad():
+            hooked, kept = weight.t(), weight.t()
+            hooked.register_hook(lambda grad: 2 * grad)
+            kept.retain_grad()
+            (x @ hooked[:, :4]).sin().sum().backward()
+            (x @ kept[:, 2:]).sin().sum().backward()
+        results.append((weight.grad, kept.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_place_of_a_view_is_that_at_its_making() -> None:
+    """Though what it was indexed or split by has changed when the gradient comes."""
+    results = []
+    for served in (True, False):
+        torch.manual_seed(0)
+        experts, rows = nn.Parameter(torch.randn(3, 6, 6)), nn.Parameter(torch.randn(8, 6))
+        model, y = nn.ParameterList([experts, rows]), torch.randn(2, 6)
+        with serve_all(model).micro_batch() if served else torch.enable_grad():
+            expert, sizes = torch.tensor(0), [2, 6]
+            for _ in range(3):
+                y = (y @ experts[expert]).tanh()
+                expert += 1
+            parts = rows.split(sizes)
+            sizes.reverse()
+            loss = y.sum() + sum(F.linear(y, part).sin().sum() for part in parts)
+            loss.backward()
+        results.append((experts.grad, rows.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_a_part_of_a_weight_whose_sum_lies_otherwise_in_memory_is_right() -> None:
+    """The sum was set by hand, transposed."""
+    weight, x = nn.Parameter(torch.randn(8, 6)), torch.randn(3, 6)
+    weight.grad = torch.zeros(6, 8).t()
+    with serve_all(nn.ParameterList([weight])).micro_batch():
+        (x @ weight.t()[:, 2:5]).sum().backward()
+    expected = torch.zeros(8, 6)
+    expected[2:5] = x.sum(0)
+    torch.testing.assert_close(weight.grad, expected)
+
+
 def test_hooks_on_modules_run_as_always() -> None:
     """Forward, full backward and pre hooks; they are given what they are given otherwise."""
 
@@ -893,6 +951,29 @@ def test_autocast_leaves_fp64_as_it_is() -> None:
         torch.testing.assert_close(model.weight.grad, 1 + x.detach().sum(0).expand(4, 5))
 
 
+@pytest.mark.parametrize("change", ["in .data", "another .data", "a fused step"])
+def test_a_weight_that_changes_after_a_backward_is_cast_anew(change: str) -> None:
+    """In ways that count no version; a loop that looks a step ahead (SAM) does."""
+    losses = []
+    for served in (True, False):
+        torch.manual_seed(0)
+        model, x = nn.Linear(16, 8), torch.randn(4, 16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+        with serve_all(model).micro_batch() if served else torch.enable_grad():
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).square().mean()
+                loss.backward()
+                if change == "a fused step":
+                    optimizer.step()
+                elif change == "in .data":
+                    model.weight.data.add_(0.5)
+                else:
+                    model.weight.data = model.weight.data + 0.5
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+
+
 def test_a_weight_is_cast_once_in_a_micro_batch() -> None:
     """As autocast's own cache does; a weight that changed is cast again."""
     model = nn.Linear(8, 8)
@@ -930,6 +1011,84 @@ def test_a_sparse_lookup_keeps_its_sparse_gradient() -> None:
     model.weight.grad = None
     reason = "an embedding with max_norm, scale_grad_by_freq or sparse"
     assert serve.report().others == {"Embedding": reason}
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
+def test_a_lookup_of_nothing_adds_nothing(shape: tuple[int, ...]) -> None:
+    """A ragged micro-batch, or an expert that no token was sent to."""
+    model = nn.Embedding(10, 4)
+    with serve_all(model).micro_batch():
+        model(torch.zeros(shape, dtype=torch.long)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.zeros(10, 4))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 8), (3, 8), (3, 1)], ids=str)
+def test_a_bias_that_broadcasts_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], wide: bool
+) -> None:
+    """Of the shapes that torch takes, one is usual."""
+    monkeypatch.setattr("accumplug.inplace.products.WIDE", 0 if wide else 2**22)
+    monkeypatch.setattr("accumplug.inplace.products.COLUMNS", 2)
+    model = nn.ParameterList([torch.randn(8, 6), torch.randn(shape)])
+    plain, x = copy.deepcopy(model), torch.randn(3, 6)
+    F.linear(x, *plain).sin().sum().backward()
+    with serve_all(model).micro_batch():
+        F.linear(x, *model).sin().sum().backward()
+        torch.addmm(model[1], x, model[0].t())
+    assert_near(gradients(model), gradients(plain), 1e-6)
+
+
+def test_complex_numbers_and_the_meta_device_are_left_to_autograd() -> None:
+    """The gradient of a complex product is conjugated; there is no autocast on meta."""
+    model = nn.Linear(6, 4, dtype=torch.complex64)
+    plain, x = copy.deepcopy(model), torch.randn(3, 6, dtype=torch.complex64)
+    plain(x).abs().sum().backward()
+    serve = serve_all(model)
+    with serve.micro_batch():
+        model(x).abs().sum().backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert serve.report().others == {"Linear": "its weight is torch.complex64"}
+    nowhere = nn.Linear(6, 4, device="meta")
+    with serve_all(nowhere).micro_batch():
+        nowhere(torch.empty(3, 6, device="meta")).sum().backward()
+    assert nowhere.weight.grad.is_meta
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+def test_anomaly_detection_still_finds_a_nan_in_a_weights_gradient() -> None:
+    """It looks at what autograd is handed."""
+    model, infinite = nn.Linear(6, 4), torch.full((2, 6), torch.inf)
+    nan = pytest.raises(RuntimeError, match="returned nan values")
+    with serve_all(model).micro_batch(), torch.autograd.detect_anomaly(), nan:
+        (model(infinite) * 0).nan_to_num().sum().backward()
+
+
+def test_a_backward_that_is_compiled_loses_no_gradient() -> None:
+    """What a traced backward does to `.grad` by itself would be lost."""
+    from torch._dynamo import compiled_autograd
+
+    model, x = nn.Linear(6, 4), torch.randn(3, 6)
+    with serve_all(model).micro_batch():
+        loss = model(x).sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+    torch.testing.assert_close(model.weight.grad, x.sum(0).expand(4, 6))
+
+
+def test_selective_checkpointing_that_saves_everything_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It refuses what is written to after it was made, as the pieces of a wide product are."""
+    monkeypatch.setattr("accumplug.inplace.products.WIDE", 0)
+    monkeypatch.setattr("accumplug.inplace.products.COLUMNS", 2)
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
+    )
+    model, x = nn.Linear(6, 40), torch.randn(3, 6, requires_grad=True)
+    with serve_all(model).micro_batch():
+        checkpoint(model, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    torch.testing.assert_close(model.weight.grad, x.detach().sum(0).expand(40, 6))
 
 
 def test_a_wrong_padding_index_is_refused_as_always() -> None:

@@ -95,8 +95,8 @@ def _dense(x: Any) -> bool:
 
 
 def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not _dense(input):
-        return NotImplemented
+    if not _dense(input) or (bias is not None and bias.shape != weight.shape[:1]):
+        return NotImplemented  # of the shapes of a bias that would do, one is usual
     if input.dim() <= 2:
         return _product(True, input, weight, bias)
     fused = bias if input.is_contiguous() else None  # torch rounds in between otherwise
@@ -109,9 +109,11 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def _addmm(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 3 or args[0].dim() != 1 or not _dense(args[1]):
+    if kwargs or len(args) != 3 or not _dense(args[1]):
         return NotImplemented
     bias, x, weight = args
+    if bias.shape != weight.shape[1:]:
+        return NotImplemented
     return _product(False, x, weight, bias)
 
 
@@ -177,23 +179,21 @@ def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same view, watched too; it is replayed on the sum when a gradient arrives."""
+    """The same view, watched too."""
     if not args or not isinstance(args[0], _Watched):
         return NotImplemented
-    total = args[0]._accumplug_sum
     with DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
-            return _watched(result, Part(total, func, args[1:], kwargs))
-        parts = enumerate(result)
-        return tuple(_watched(v, Part(total, func, args[1:], kwargs, i)) for i, v in parts)
+            return _watched(result, args[0])
+        return tuple(_watched(view, args[0]) for view in result)
 
 
-def _watched(view: Tensor, part: Part) -> Tensor:
+def _watched(view: Tensor, source: _Watched) -> Tensor:
     if not view._is_view():  # indexed by a tensor: a copy
         return view
     watched = view.as_subclass(_WatchedView)
-    watched._accumplug_sum = part
+    watched._accumplug_sum = Part(source._accumplug_sum, source, view)
     return watched
 
 

@@ -79,7 +79,7 @@ class InplaceGradients:
         if not sums:
             yield
             return
-        before = optimizer.register_optimizer_step_pre_hook(lambda *_: _each(unwatch, sums))
+        before = optimizer.register_optimizer_step_pre_hook(lambda *_: _each(_rest, sums))
         after = optimizer.register_optimizer_step_post_hook(lambda *_: _each(watch, sums))
         try:
             _each(Sum.start, sums)
@@ -157,9 +157,16 @@ def _never(module: nn.Module, weight: Tensor, smallest: int) -> str | None:
         return "a convolution, whose gradient kernels can't add to a sum"
     if isinstance(module, ParametrizationList):
         return "parametrized"
+    if weight.is_meta or not weight.is_floating_point():
+        return f"its weight is {'on the meta device' if weight.is_meta else weight.dtype}"
     if weight.numel() < smallest:
         return f"fewer than {smallest} elements, where autograd is as quick"
     return None
+
+
+def _rest(total: Sum) -> None:
+    total.forget_low()
+    unwatch(total)
 
 
 def _each(action: Callable[[Sum], None], sums: Iterable[Sum]) -> None:

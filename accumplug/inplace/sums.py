@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class Sum:
         self.added = 0
         self.fallback: str | None = None
         self._stream: Any = None
-        self._low: tuple[int, Tensor] | None = None
+        self._low: tuple[Any, Tensor] | None = None
 
     def refusal(self) -> str | None:
         """Why no gradient can be added in place at this moment; None if it can."""
@@ -71,44 +70,58 @@ class Sum:
         return None if self.weight.grad is None else _misfit(self.weight.grad, self.weight)
 
     def in_dtype(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The weight in autocast's dtype, cast once a micro-batch as autocast does."""
+        """The weight in autocast's dtype, cast once for all uses in a forward as autocast does."""
         if weight.dtype is dtype:
             return None
-        if self._low is None or self._low[0] != weight._version or self._low[1].dtype is not dtype:
-            self._low = (weight._version, weight.detach().to(dtype))
+        key = (weight._version, weight.data_ptr(), dtype)
+        if self._low is None or self._low[0] != key:
+            self._low = (key, weight.detach().to(dtype))
         return self._low[1]
+
+    def forget_low(self) -> None:
+        """A backward or an optimizer has run: the weight may be changed now in ways unseen."""
+        self._low = None
+
+    def hooked(self) -> bool:
+        """Whether somebody looks at the gradient on its way; of the weight itself, see above."""
+        return False
 
 
 class Part:
-    """The sum behind a view of a weight (a transpose, a slice): the same view of the sum.
+    """The part of a sum that a view (a transpose, a slice) is of its weight.
 
-    The view is `function(weight, *args, **kwargs)`, or the item `index` of several.
+    Args:
+        of: the sum of the tensor that the view was taken of, or its part.
+        source: that tensor.
+        view: the view.
     """
 
-    def __init__(
-        self,
-        of: Sum | Part,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        index: int | None = None,
-    ) -> None:
+    def __init__(self, of: Sum | Part, source: Tensor, view: Tensor) -> None:
         self.of = of
         self.sum: Sum = of.sum
-        self._view = (function, args, kwargs, index)
+        self._source = source
+        offset = view.storage_offset() - self.sum.weight.storage_offset()
+        self._place = (view.shape, view.stride(), offset)
 
     def target(self) -> Tensor | None:
-        """The same as `Sum.target`, of this part."""
-        target = self.of.target()
-        if target is None:
+        """The same as `Sum.target`, of this part; the sum has to lie in memory like the weight."""
+        target = self.sum.target()
+        if target is None or target.stride() != self.sum.weight.stride():
             return None
-        function, args, kwargs, index = self._view
-        view = function(target, *args, **kwargs)
-        return view if index is None else view[index]  # type: ignore[no-any-return]
+        shape, stride, offset = self._place
+        return target.as_strided(shape, stride, target.storage_offset() + offset)
+
+    def hooked(self) -> bool:
+        """Whether somebody looks at the gradient on its way from the view to the weight."""
+        return _looked_at(self._source) or self.of.hooked()
 
     def in_dtype(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The view in autocast's dtype, cast at each use as autocast does with views."""
         return None if weight.dtype is dtype else weight.detach().to(dtype)
+
+
+def _looked_at(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def _stream(weight: Tensor) -> Any:
