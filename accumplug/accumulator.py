@@ -379,7 +379,8 @@ class Accumulator:
     def _open_window(self) -> Window:
         if self._window is None:
             steps = self.steps if (plan := self._plan()) is None else max(len(plan.weights), 1)
-            self._sum.refresh()
+            if self._sum.refresh():
+                self._models.serve()
             if self._wide is not None:
                 self._sum.widen(self._wide)
             if steps > 1:

@@ -42,8 +42,12 @@ class Models:
             self._sum.clear_new(model)
             self._sum.add(model)
             self._check_sharded(model)
-            if self._inplace:
-                self.server = InplaceGradients(*self._sum.models)
+            self.serve()
+
+    def serve(self) -> None:
+        """Let what adds gradients in place know the parameters as they are now."""
+        if self._inplace:
+            self.server = InplaceGradients(*self._sum.models)
 
     def known(self) -> list[nn.Module]:
         """The models of the blocks so far; a rank that never had one has to find them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -60,13 +61,14 @@ def _parameters(optimizers: Sequence[Optimizer]) -> dict[int, nn.Parameter]:
     return {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
-def _watched(model: nn.Module, most: int = 16) -> list[nn.Parameter]:
+def _watched(model: nn.Module, own: list[nn.Parameter], most: int = 16) -> list[nn.Parameter]:
     """The first trainable parameter of each direct part of `model`, inside of its wrappers."""
+    ids = {id(p) for p in own}
     while len(children := list(model.children())) == 1:
         model = children[0]
     parts = [(p for p in part.parameters() if p.requires_grad) for part in (model, *children)]
     found = [p for part in parts if (p := next(part, None)) is not None]
-    return list({id(p): p for p in found}.values())[:most]
+    return list({id(p): p for p in found if id(p) in ids}.values())[:most]
 
 
 @dataclass
@@ -110,8 +112,7 @@ class RunningSum:
         ddps = [weakref.ref(r) for r in replicas(model)]
         roots = [weakref.ref(r) for r in sharded.roots(model)]
         own = list(sharded.named_parameters(model).values())
-        watched = [p for p in _watched(model) if any(p is one for one in own)]
-        self._models[model] = _Model(own, watched, ddps, roots)
+        self._models[model] = _Model(own, _watched(model, own), ddps, roots)
         self._all = self._watched = None
         self._wide = False
         self.distributed = self.distributed or bool(ddps or roots)
@@ -124,16 +125,22 @@ class RunningSum:
             if id(parameter) not in own:
                 parameter.grad = None
 
-    def refresh(self) -> None:
-        """List the parameters anew: layers and parameter groups may have been added."""
+    def refresh(self) -> bool:
+        """List the parameters anew: layers and parameter groups may have been added.
+
+        Returns whether a model has others than before.
+        """
+        changed = False
         for model, known in self._models.items():
-            if known.roots:
-                known.parameters = list(sharded.named_parameters(model).values())
-            else:
-                known.parameters = list(model.parameters())
+            named = sharded.named_parameters(model).values() if known.roots else model.parameters()
+            own, before = list(named), known.parameters
+            if len(own) != len(before) or any(map(operator.is_not, own, before)):
+                changed, self._watched = True, None
+                known.parameters, known.watched = own, _watched(model, own)
         self._stepped = _parameters(self._optimizers)
         self._all = None
         self._wide = False
+        return changed
 
     @property
     def models(self) -> list[nn.Module]:

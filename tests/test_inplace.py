@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from accumplug import Accumulator
 from accumplug.inplace import InplaceGradients, sums
 
 BOUND = {torch.float64: 1e-13, torch.float32: 1e-6}  # relative; what is promised
@@ -1323,3 +1324,18 @@ def test_several_models_are_told_apart() -> None:
     """By their number."""
     serve = serve_all(nn.Linear(8, 8), nn.Linear(8, 8))
     assert list(serve.report().others) == ["0.Linear", "1.Linear"]
+
+
+def test_a_weight_that_replaces_another_is_served_and_the_old_one_let_go() -> None:
+    """From its first window on; as where nothing is added in place, it is not kept alive."""
+    for inplace in (True, False):
+        model = nn.Sequential(nn.Linear(800, 700), nn.Linear(700, 2))
+        accum, x = Accumulator(1, inplace=inplace), torch.randn(3, 800)
+        for size in (800, 900):
+            old = weakref.ref(model[0].weight)
+            model[0], x = nn.Linear(size, 700), torch.randn(3, size)
+            with accum(model):
+                accum.backward(model(x).sum())
+            assert accum.inplace_report().served == (("0",) if inplace else ())
+        gc.collect()
+        assert old() is None
