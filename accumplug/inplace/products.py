@@ -110,10 +110,9 @@ def multiply(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         return x.mm(matrix) if bias is None else torch.addmm(bias, x, matrix)
     y = x.new_empty(x.shape[0], matrix.shape[1])
     for piece in range(pieces):
-        end = (
-            None if piece == pieces - 1 else (piece + 1) * columns
-        )  # a rest of few is rounded otherwise
-        part = slice(piece * columns, end)
+        # the last one takes the rest: a piece of a few columns would be rounded in another way
+        start = piece * columns
+        part = slice(start, None if piece == pieces - 1 else start + columns)
         if bias is None:
             torch.mm(x, matrix[:, part], out=y[:, part])
         else:
