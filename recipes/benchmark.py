@@ -1,6 +1,6 @@
 """accum beside the loops it replaces: one command, one run, ratios of medians.
 
-    python recipes/benchmark.py                 # all sections, some minutes on 2 cores
+    python recipes/benchmark.py                 # 40 minutes on 2 cores
     python recipes/benchmark.py --sections cost tokens --repeats 3
     python recipes/benchmark.py --device cuda   # the same, and fp16 with the scaler
 
@@ -566,7 +566,7 @@ def main() -> int:
     global DEVICE
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS)
     parser.add_argument("--repeats", type=int, default=5, help="turns that each method takes")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"))
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
@@ -584,7 +584,8 @@ def main() -> int:
         return 2
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for name in arguments.sections:
+    usual = [n for n in SECTIONS if n != "scaled" or DEVICE == "cuda"]  # fp16 is slow on CPUs
+    for name in arguments.sections or usual:
         print(f"# {name}: {SECTIONS[name].__doc__}", flush=True)
         results[name] = SECTIONS[name](arguments)
         print(table({name: results[name]}), flush=True)
