@@ -149,3 +149,36 @@ def test_a_resume_in_the_same_process_replaces_what_was_trained_since(tmp_path: 
         assert not any(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         checkpoint.resume()
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_a_window_whose_gradients_are_added_in_place_is_gone_on_from_exactly(
+    tmp_path: Path, at: int, scaled: bool
+) -> None:
+    """By objects that are new, in fp16 with a scaler too; what was resumed is served as well."""
+
+    def run(directory: Path | None, stop: int) -> tuple[list[torch.Tensor], Accumulator]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(800, 700), torch.nn.Linear(700, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
+        accum = Accumulator(3, optimizer=optimizer, scaler=scaler, inplace=True)
+        checkpoint = None if directory is None else Checkpointer(directory, accum, model=model)
+        if checkpoint is not None:
+            checkpoint.resume()
+        for index in range(accum.micro_batches, stop):
+            x = torch.randn(4, 800, generator=torch.Generator().manual_seed(index))
+            with accum(model), torch.autocast("cpu", torch.float16, enabled=scaled):
+                accum.backward(model(x).square().mean(), weight=index + 1)
+        if checkpoint is not None:
+            checkpoint.save()
+            checkpoint.close()
+        return [p.detach() for p in model.parameters()], accum
+
+    expected, _ = run(None, 6)
+    run(tmp_path, at)
+    got, accum = run(tmp_path, 6)
+    assert all(map(torch.equal, got, expected))
+    assert accum.updates == 2
+    assert accum.inplace_report().served == ("0",)
