@@ -22,19 +22,19 @@ The command `accumplug` (or `python -m accumplug`) has plan, check, sweep, inspe
 
 from accumplug._version import __version__ as __version__
 from accumplug.accumulator import Accumulator as Accumulator
+from accumplug.analysis.equivalence import equivalence_check as equivalence_check
+from accumplug.analysis.plan import plan as plan
+from accumplug.analysis.report import report as report
+from accumplug.analysis.sweep import sweep_effective_batches as sweep_effective_batches
+from accumplug.analysis.sync_counter import sync_counter as sync_counter
+from accumplug.analysis.sync_counter import train_one_optimizer_step as train_one_optimizer_step
 from accumplug.checkpoint.checkpointer import Checkpointer as Checkpointer
-from accumplug.close import NonFiniteError as NonFiniteError
-from accumplug.counting import sync_counter as sync_counter
-from accumplug.counting import train_one_optimizer_step as train_one_optimizer_step
-from accumplug.micro import MicroBatch as MicroBatch
-from accumplug.noise import NoiseScale as NoiseScale
-from accumplug.plan import plan as plan
-from accumplug.proof import equivalence_check as equivalence_check
-from accumplug.report import report as report
-from accumplug.result import WindowResult as WindowResult
-from accumplug.schedule import NoiseSchedule as NoiseSchedule
-from accumplug.sweep import sweep_effective_batches as sweep_effective_batches
-from accumplug.window import TornWindowError as TornWindowError
+from accumplug.core.result import WindowResult as WindowResult
+from accumplug.errors import NonFiniteError as NonFiniteError
+from accumplug.errors import TornWindowError as TornWindowError
+from accumplug.loop.micro_batch import MicroBatch as MicroBatch
+from accumplug.noise.scale import NoiseScale as NoiseScale
+from accumplug.noise.schedule import NoiseSchedule as NoiseSchedule
 
 __all__ = [
     "Accumulator",

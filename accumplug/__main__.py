@@ -2,7 +2,7 @@
 
 import sys
 
-from accumplug.cli import main
+from accumplug.cli.parser import main
 
 if __name__ == "__main__":
     sys.exit(main())

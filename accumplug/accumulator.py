@@ -12,22 +12,24 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accumplug.batches import Feed, Keeper, Pass, iterate
-from accumplug.close import forget_unscaled, unscaled
-from accumplug.company import find_foreign, shares_scaler
+from accumplug.core.gradients import GradientBuffer, OtherOwners
+from accumplug.core.noise_probe import NoiseProbe
+from accumplug.core.normalization import Normalizer, Plan
+from accumplug.core.optimizer_step import forget_unscaled, unscaled
+from accumplug.core.options import Options
+from accumplug.core.result import Closed, LossSum, WindowResult, zero
+from accumplug.core.window import Weight, Window, check_steps, check_weight
+from accumplug.errors import TornWindowError
 from accumplug.inplace import InplaceGradients, InplaceReport
-from accumplug.meeting import refuse_absent
-from accumplug.micro import MicroBatch
-from accumplug.models import Models
-from accumplug.noise import NoiseScale
-from accumplug.options import Options
-from accumplug.probe import NoiseProbe
-from accumplug.result import Closed, LossSum, WindowResult, zero
-from accumplug.running import Foreign, RunningSum
-from accumplug.sync import Ranks, forget_marks
-from accumplug.update import Update
-from accumplug.weights import Plan, Weights
-from accumplug.window import TornWindowError, Weight, Window, check_steps, check_weight
+from accumplug.loop.data_pass import DataPassState, Pass, PassObserver, iterate
+from accumplug.loop.micro_batch import MicroBatch
+from accumplug.loop.models import Models
+from accumplug.loop.registry import find_foreign, shares_scaler
+from accumplug.loop.rendezvous import refuse_absent
+from accumplug.loop.stepper import Stepper
+from accumplug.noise.scale import NoiseScale
+from accumplug.parallel.ddp import forget_marks
+from accumplug.parallel.group import DataParallelGroup
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[[], Any])
@@ -113,25 +115,25 @@ class Accumulator:
             accumulate_dtype,
         )
         self._wide = accumulate_dtype
-        self._ranks = Ranks(process_group)
+        self._ranks = DataParallelGroup(process_group)
         self._loop: Any = None
         if accelerator is not None:
-            from accumplug.accelerate import AccelerateLoop
+            from accumplug.integrations.accelerate import AccelerateHost
 
-            self._loop = AccelerateLoop(accelerator, self.backward, options, self._steps)
+            self._loop = AccelerateHost(accelerator, self.backward, options, self._steps)
             scaler = accelerator.scaler if scaler is None else scaler
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
-        self._sum = RunningSum(options.optimizers, self._loop)
+        self._sum = GradientBuffer(options.optimizers, self._loop)
         self._models = Models(self._sum, self._ranks, options, self._loop, inplace)
-        self._weights = Weights(self._ranks, self._sum, sync == "every")
-        self._update = Update(self, options, self._sum, self._scaler, self._loop)
+        self._weights = Normalizer(self._ranks, self._sum, sync == "every")
+        self._update = Stepper(self, options, self._sum, self._scaler, self._loop)
         self._probe: NoiseProbe | None = None
         self._losses = LossSum()
-        self._others = Foreign()
+        self._others = OtherOwners()
         self._window: Window | None = None
         self._micro: MicroBatch | None = None
-        self._feed: Feed | None = None
-        self._keeper: Keeper | None = None
+        self._feed: DataPassState | None = None
+        self._keeper: PassObserver | None = None
         self._callbacks: list[Callable[[], Any]] = []
         self._before_block: list[Callable[[], Any]] = []
         self._after_block: list[Callable[[], Any]] = []
@@ -142,7 +144,7 @@ class Accumulator:
         self.epoch = self.position = self.syncs = 0
         Accumulator._live.add(self)
         if accelerator is not None:
-            from accumplug.checkpoint.beside import follow
+            from accumplug.integrations.accelerate_state import follow
 
             follow(self, accelerator)
 
@@ -297,7 +299,7 @@ class Accumulator:
         self._forget_window()
         if self._scaler is not None:
             forget_unscaled(self._scaler, self._options.optimizers)
-        for ddp in self._sum.replicas(self._sum.models):
+        for ddp in self._sum.ddp_modules(self._sum.models):
             forget_marks(ddp)
         self._sum.clear()
         self._sum.narrow()
@@ -424,12 +426,12 @@ class Accumulator:
 
     def _serves(self, micro: MicroBatch) -> InplaceGradients | None:
         """What adds gradients in place in this micro-batch: not where DDP has to see each one."""
-        reducing = micro.reduces and micro.replicas
+        reducing = micro.reduces and micro.ddp_modules
         return None if reducing or micro.roots else self._models.server
 
-    def _foreign(self) -> Foreign:
+    def _foreign(self) -> OtherOwners:
         """What belongs to the other Accumulators and not to this one."""
-        if self._others.changes != RunningSum.changes:
+        if self._others.changes != GradientBuffer.changes:
             self._others = find_foreign(self)
         return self._others
 

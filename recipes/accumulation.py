@@ -31,7 +31,7 @@ from accumplug import (
     sync_counter,
     train_one_optimizer_step,
 )
-from accumplug.curve_picture import draw_curve
+from accumplug.analysis.plot_curve import draw_curve
 
 MICRO_BATCH = 8
 STEPS = 4

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from accumplug import Accumulator, Checkpointer, NoiseScale, plan
-from accumplug.report import report
+from accumplug.analysis.report import report
 
 LENGTH = 128  # characters in a sequence
 LEARNING_RATE = 5e-3  # the peak

@@ -13,20 +13,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from accumplug.accumulator import Accumulator
-from accumplug.batches import Feed, Meeting
-
-from . import elastic, window
-from .agreement import Store
-from .background import Writer
-from .files import CheckpointError
-from .format import list_checkpoints
-from .order import Order
-from .pace import Pace
-from .preemption import lasting_workers
-from .restore import Position, find
-from .snapshot import Snapshot
-from .subject import State, find_subject
-from .turns import Turns
+from accumplug.checkpoint import elastic, window_state
+from accumplug.checkpoint.coordination import Store
+from accumplug.checkpoint.load import Position, find
+from accumplug.checkpoint.save_policy import Turns
+from accumplug.checkpoint.save_schedule import Pace
+from accumplug.checkpoint.signals import lasting_workers
+from accumplug.checkpoint.snapshot import Snapshot
+from accumplug.checkpoint.train_state import State, find_subject
+from accumplug.dataloading.position import Order
+from accumplug.errors import CheckpointError
+from accumplug.loop.data_pass import DataPassState, SyncPoint
+from accumplug.storage.layout import list_checkpoints
+from accumplug.storage.writer import Writer
 
 
 class Checkpointer:
@@ -213,7 +212,7 @@ class Checkpointer:
 
     # -- what accum.batches calls --------------------------------------------------------------
 
-    def open_pass(self, feed: Feed, loader: Any) -> Iterator[tuple[Any, bool]]:
+    def open_pass(self, feed: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
         """The items of a pass, from where it is to go on."""
         if self._turns.interrupted:
             raise RuntimeError(
@@ -223,12 +222,12 @@ class Checkpointer:
         state, self._feed_state = self._feed_state, None
         self._accum._feed = feed
         if self._order.begun and state is not None:
-            window.put_feed(state, feed)
+            window_state.put_feed(state, feed)
         else:
             self._accum.position = 0
         return self._order.open(loader, self._accum.position)
 
-    def must_stop(self, meeting: Meeting) -> bool:
+    def must_stop(self, meeting: SyncPoint) -> bool:
         """Whether the pass has to end before the next block."""
         return self._turns.must_stop(meeting)
 
@@ -304,7 +303,7 @@ class Checkpointer:
             own = elastic.take_over(states, accum, self._subject)
         self._subject.load(parts["model"], parts["optimizer"], parts["progress"])
         self._subject.load_others(others)
-        window.put(own, accum, self._subject, self._order)
+        window_state.put(own, accum, self._subject, self._order)
         self._feed_state = own["feed"]
         self._turns.start_at(own["count"])
         self._load_noise(own.get("noise"))

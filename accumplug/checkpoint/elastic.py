@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accumplug.accumulator import Accumulator
-from accumplug.sync import has_sparse_gradients, replicas
-
-from . import shards
-from .merge import Old, Share, merge, plan_of
-from .subject import State, Subject
+from accumplug.checkpoint import dtensor_shards
+from accumplug.checkpoint.merge_windows import Old, Share, merge, plan_of
+from accumplug.checkpoint.train_state import State, Subject
+from accumplug.parallel.ddp import ddp_modules, has_sparse_gradients
 
 
 def take_over(states: Sequence[State], accum: Accumulator, subject: Subject) -> State:
@@ -51,7 +50,7 @@ def take_over(states: Sequence[State], accum: Accumulator, subject: Subject) -> 
     scales = [s["scale"] for s in states if s["scale"] is not None] if share.index else []
     window, sums = merge(olds, share, accum._options.sync == "every")
     if share.done and subject.is_sharded:
-        sums = shards.deal([old.state["sums"] for old in olds if old.index], sums)
+        sums = dtensor_shards.deal([old.state["sums"] for old in olds if old.index], sums)
     return {
         **own,
         "accum": counters | window,
@@ -112,7 +111,7 @@ def _refuse_uneven(share: Share, olds: Sequence[Old], accum: Accumulator, subjec
 def _needs(accum: Accumulator, subject: Subject) -> str:
     """How many micro-batches of its own a rank needs to take part in a window: "none" or "one", or
     "as many" as the others."""
-    sparse = any(has_sparse_gradients(ddp) for m in subject.models for ddp in replicas(m))
+    sparse = any(has_sparse_gradients(ddp) for m in subject.models for ddp in ddp_modules(m))
     if (accum.takes_step or accum._loop) and not (sparse or subject.is_sharded):
         return "none"
     return "one" if accum._options.tail == "flush" and not subject.is_sharded else "as many"
@@ -121,7 +120,7 @@ def _needs(accum: Accumulator, subject: Subject) -> str:
 def _replicas(own: State, subject: Subject, is_open: bool) -> list[State]:
     """Inside of a window the buffers have been broadcast; the buckets are those that were found."""
     orders = [state["buckets"] for state in own["replicas"]]
-    count = sum(len(replicas(model)) for model in subject.models)
+    count = sum(len(ddp_modules(model)) for model in subject.models)
     orders += [None] * (count - len(orders))
     return [{"awaits_buffers": not is_open, "buckets": order} for order in orders[:count]]
 

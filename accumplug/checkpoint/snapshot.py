@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from accumplug.accumulator import Accumulator
-
-from .codec import Encoded, encode
-from .memory import Memory
-from .order import Order
-from .subject import Stamp, State, Subject
-from .window import take
-from .write import Job
+from accumplug.checkpoint.train_state import Stamp, State, Subject
+from accumplug.checkpoint.window_state import take
+from accumplug.dataloading.position import Order
+from accumplug.storage.codec import Encoded, encode
+from accumplug.storage.commit import Job
+from accumplug.storage.host_buffers import Memory
 
 
 class Snapshot:

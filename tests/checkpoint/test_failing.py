@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 from training import Run, Setup, difference
 
-from accumplug.checkpoint.background import Writer
-from accumplug.checkpoint.format import faults, list_checkpoints, open_checkpoint
-from accumplug.checkpoint.write import Job
+from accumplug.storage.commit import Job
+from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint
+from accumplug.storage.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches")
 

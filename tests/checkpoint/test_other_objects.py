@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.files import CheckpointError, checksum
-from accumplug.checkpoint.format import list_checkpoints
-from accumplug.checkpoint.strictjson import dump_json
+from accumplug.errors import CheckpointError
+from accumplug.storage.files import checksum
+from accumplug.storage.json import dump_json
+from accumplug.storage.layout import list_checkpoints
 
 
 def run(directory: Path, samples: int, batch_size: int, until: int = 0) -> int:

@@ -16,7 +16,7 @@ import torch
 from forks import PLACES, fork
 from training import Run, Setup, difference, momentum
 
-from accumplug.checkpoint.format import list_checkpoints
+from accumplug.storage.layout import list_checkpoints
 
 SETUPS = {
     "AdamW": Setup(),

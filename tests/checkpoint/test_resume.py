@@ -12,7 +12,7 @@ import torch
 from training import Run, Setup, Wrapped, difference, momentum
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.format import list_checkpoints
+from accumplug.storage.layout import list_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches")
 

@@ -18,8 +18,8 @@ import torch
 from forks import fork
 from training import SAMPLES, SIZE, Run, Setup, difference
 
-from accumplug.checkpoint.format import faults, list_checkpoints, open_checkpoint
-from accumplug.checkpoint.rotate import REMOVING, WRITING
+from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint
+from accumplug.storage.retention import REMOVING, WRITING
 
 KILLS = int(os.environ.get("ACCUMPLUG_STORM", "12"))
 IN_A_LIFE = 4  # micro-batches, at most

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.format import list_checkpoints
+from accumplug.storage.layout import list_checkpoints
 
 STEPS = 3
 

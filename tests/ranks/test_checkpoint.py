@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accumplug.checkpoint.format import list_checkpoints
+from accumplug.storage.layout import list_checkpoints
 
 from .checkpointing import (
     Setup,

@@ -32,8 +32,8 @@ from torch.utils.data import (
 )
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.format import list_checkpoints, open_checkpoint, read_part
-from accumplug.checkpoint.redeal import lent, spread
+from accumplug.dataloading.resharding import lent, spread
+from accumplug.storage.layout import list_checkpoints, open_checkpoint, read_part
 
 from .harness import Ranks
 from .reference import Gradients, errors, grads

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.format import list_checkpoints
+from accumplug.storage.layout import list_checkpoints
 
 from .harness import RankError, Ranks
 from .reference import big_batches, error, items, loss, windows_of

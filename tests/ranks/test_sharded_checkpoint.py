@@ -20,10 +20,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.checkpoint.codec import encode
-from accumplug.checkpoint.files import FileEntry
-from accumplug.checkpoint.format import list_checkpoints, open_checkpoint, read_part
-from accumplug.checkpoint.write import Job, Place, write
+from accumplug.storage.codec import encode
+from accumplug.storage.commit import Job, Place, write
+from accumplug.storage.files import FileEntry
+from accumplug.storage.layout import list_checkpoints, open_checkpoint, read_part
 
 from .harness import Ranks
 from .test_checkpoint import assert_same

@@ -1,0 +1,207 @@
+"""One page of pictures that shows how a run went, from its log.
+
+Everything is told apart by line style and marker, so grey print is enough.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accumplug.analysis.plotting import GREY, INK, PALE, finish, need_matplotlib, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_run", "read_metrics", "report"]
+
+Line = dict[str, Any]
+MANY = 30  # skipped windows, of which lines across the panel would cover the rest
+
+
+def report(metrics: str | Path, png: str | Path | None = None) -> Path:
+    """Draw the run logged in a metrics.jsonl and give the PNG's path.
+
+    A panel each for loss, learning rate, gradient norm, noise scale and time per window, over the
+    updates; skipped windows are marked. A panel without a number is left out, and so is what is
+    no JSON, like the last line of a run that was killed.
+
+    ```python
+    with open("metrics.jsonl", "a") as log:  # when a window has closed
+        line = {"update": accum.updates, **dataclasses.asdict(accum.last), "skipped": accum.skipped}
+        log.write(json.dumps({**line, "lr": scheduler.get_last_lr()[0]}) + "\\n")
+    ```
+
+    Args:
+        metrics: a JSON object a line, with `update` (updates so far) and any of `loss`, `lr`,
+            `grad_norm`, `noise_scale` (with `noise_low` and `noise_high`, its interval), `seconds`,
+            `stepped` and `skipped` (windows so far, which tells skipped windows of one update
+            apart). `loss_unit` and `weight_unit` (of the noise scale), two texts, go on the axes.
+        png: where the picture goes; by default report.png beside the log.
+
+    Raises:
+        ValueError: no line of the file tells of an update.
+        OSError: the log can't be read, or the picture not be written.
+        ImportError: matplotlib is not installed.
+    """
+    metrics = Path(metrics)
+    lines = read_metrics(metrics)
+    if not lines:
+        raise ValueError(f"{metrics} holds no line with an update to draw")
+    target = Path(png) if png is not None else metrics.with_name("report.png")
+    return save(draw_run(lines, title=str(metrics)), target)
+
+
+def read_metrics(metrics: str | Path) -> list[Line]:
+    """Read the lines that tell of a window, in order; what isn't JSON is passed over.
+
+    Where a resumed run logged an update again, the later line is kept.
+    """
+    found: dict[tuple[int, bool, int], Line] = {}
+    with open(metrics, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and _number(line.get("update")) is not None:
+                stepped = bool(line.get("stepped", True))
+                skipped = 0 if stepped else int(_number(line.get("skipped")) or 0)
+                found[int(line["update"]), stepped, skipped] = line
+    return sorted(found.values(), key=lambda line: float(line["update"]))
+
+
+def _number(value: Any) -> float | None:
+    """Give a finite number as a float, everything else as None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e300 else None
+
+
+def _placed(lines: Sequence[Line]) -> list[Line]:
+    """Give each window its place `at` on the axis: its update; skipped ones lie between those."""
+    skips = Counter(float(line["update"]) for line in lines if line.get("stepped") is False)
+    seen: Counter[float] = Counter()
+    placed = []
+    for line in lines:
+        at = float(line["update"])
+        if line.get("stepped") is False:
+            seen[at] += 1
+            at += seen[at] / (skips[at] + 1)
+        placed.append({**line, "at": at})
+    return sorted(placed, key=lambda line: float(line["at"]))
+
+
+def _series(lines: Sequence[Line], field: str) -> tuple[list[float], list[float]]:
+    """Give the places of the windows that have `field`, and its values."""
+    pairs = [(float(line["at"]), _number(line.get(field))) for line in lines]
+    kept = [(x, y) for x, y in pairs if y is not None]
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Give the mean around each value, over a twentieth of the run."""
+    half = max(1, len(values) // 40)
+    around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return [sum(near) / len(near) for near in around]
+
+
+def _scattered(field: str) -> Callable[[Axes, Sequence[Line]], None]:
+    def draw(axes: Axes, lines: Sequence[Line]) -> None:
+        updates, values = _series(lines, field)
+        many = len(values) >= 40
+        color, width = (GREY, 0.8) if many else (INK, 1.0)
+        axes.plot(updates, values, _dots(values), color=color, lw=width, label="each window")
+        if many:
+            axes.plot(updates, _smooth(values), color=INK, linewidth=1.8, label="running mean")
+        _wide_range(axes, values)
+
+    return draw
+
+
+def _dots(values: Sequence[float]) -> str:
+    """Give the style of a line, with dots if it is too short to be seen."""
+    return "-" if len(values) > 2 else ".-"
+
+
+def _rate(axes: Axes, lines: Sequence[Line]) -> None:
+    updates, values = _series(lines, "lr")
+    axes.plot(updates, values, _dots(values), color=INK, linewidth=1.0)
+
+
+def _noise(axes: Axes, lines: Sequence[Line]) -> None:
+    updates, values = _series(lines, "noise_scale")
+    axes.plot(updates, values, _dots(values), color=INK, linewidth=1.0, label="estimate")
+    _wide_range(axes, values)
+    bottom, top = axes.get_ylim()  # an early interval is so wide that it would flatten the rest
+    known = [line for line in lines if _number(line.get("noise_high")) is not None]
+    places, high = _series(known, "noise_high")
+    if len(low := _series(known, "noise_low")[1]) == len(high) > 0:
+        axes.fill_between(places, low, high, color=PALE, label="95 % interval")
+    axes.set_ylim(0 if axes.get_yscale() == "linear" else bottom, top)
+
+
+def _wide_range(axes: Axes, values: Sequence[float]) -> None:
+    """Take a log scale where the largest value would leave the others flat."""
+    if min(values) > 0 and max(values) > 30 * min(values):
+        axes.set_yscale("log")
+
+
+def _seconds(axes: Axes, lines: Sequence[Line]) -> None:
+    updates, values = _series(lines, "seconds")
+    middle = sorted(values)[len(values) // 2]
+    top = min(max(values), 5 * middle) * 1.1 or 1
+    higher = sum(value > top for value in values)
+    label = f"each window ({higher} higher than this)" if higher else "each window"
+    axes.plot(updates, values, ".", markersize=3, color=GREY, label=label)
+    axes.axhline(middle, color=INK, linestyle="--", linewidth=1.2, label=f"median {middle:.3g} s")
+    axes.set_ylim(0, top)
+
+
+_PANELS: tuple[tuple[str, str, Callable[[Axes, Sequence[Line]], None]], ...] = (
+    ("loss", "loss\n({loss_unit})", _scattered("loss")),
+    ("lr", "learning rate", _rate),
+    ("grad_norm", "gradient norm\n(before clipping)", _scattered("grad_norm")),
+    ("noise_scale", "gradient noise scale\n({weight_unit}, an estimate)", _noise),
+    ("seconds", "time per window\n(seconds)", _seconds),
+)
+_UNITS = {"loss_unit": "mean over the window", "weight_unit": "items"}
+
+
+def draw_run(lines: Sequence[Line], *, title: str) -> Figure:
+    """Draw one panel for each thing that was logged, over the updates of the run.
+
+    A log may say what its loss and its weights are counted in: `loss_unit`, `weight_unit`.
+    """
+    lines = _placed(lines)
+    units = {n: str(next((li[n] for li in lines if li.get(n)), u)) for n, u in _UNITS.items()}
+    panels = [panel for panel in _PANELS if _series(lines, panel[0])[0]]
+    skipped = [float(line["at"]) for line in lines if line.get("stepped") is False]
+    figure: Figure = need_matplotlib()(
+        figsize=(8.3, 1.2 + 2.1 * max(1, len(panels))), layout="constrained"
+    )
+    said = f"{_many(len(lines) - len(skipped), 'update')}, {_many(len(skipped), 'skipped window')}"
+    title = title if len(title) <= 80 else f"...{title[-77:]}"
+    figure.suptitle(f"{title}\n{said}", fontsize=10)
+    rows = figure.subplots(max(1, len(panels)), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (_, label, draw) in zip(rows, panels, strict=False):
+        draw(axes, lines)
+        axes.set_ylabel(label.format(**units), fontsize=9)
+        across = axes.get_xaxis_transform()
+        if skipped:
+            high = 1.0 if len(skipped) <= MANY else 0.06
+            axes.vlines(
+                skipped, 0, high, INK, ":", label="skipped window", linewidth=0.9, transform=across
+            )
+        finish(axes)
+    rows[-1].set_xlabel("optimizer updates")
+    rows[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

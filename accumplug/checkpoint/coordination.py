@@ -1,0 +1,199 @@
+"""How ranks agree on where they save, without a collective: through the process group's store.
+
+Between two meetings of the ranks (a window that closes, a pass that begins) nothing of one rank
+reaches another. So any places of theirs between the same two meetings go together in a
+checkpoint, and it takes this much talk:
+
+* Before a meeting all ranks have made the same number of saves. A rank whose data end early
+  can't know how many the others make in the window, and waits for them anyway (`Meetings`).
+* A save that some rank asks for at any time (a signal, a clock) is made by all of them at one
+  micro-batch: they wait for each other at the ends of blocks, and the furthest one decides
+  (`Request`). It decides the save's number as well: one that will make no more micro-batches
+  before the meeting first makes those that it lacks. A rank gives up to wait after a while, in
+  case another one is in a collective that needs this one, and tries again after the next block.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from accumplug.parallel.group import DataParallelGroup
+
+LOOK = 0.05  # seconds between two looks at the store for what others ask; one costs about 0.1 ms
+PATIENCE = 0.5  # seconds that a rank waits for the others at the end of a block, and 2 blocks more
+
+
+class Store:
+    """A part of the process group's store for one Checkpointer on all its ranks."""
+
+    def __init__(self, ranks: DataParallelGroup, directory: Path) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        # torch 2.13: there is no public name for the store of the default group
+        store = dist.distributed_c10d._get_default_store()
+        members = dist.get_process_group_ranks(ranks.group)
+        name = f"accumplug/{zlib.crc32(f'{directory} {members}'.encode()):08x}"
+        built = store.add(f"{name}/{self.rank}", 1)  # the same on all ranks
+        self._shared = 0
+        self._store = dist.distributed_c10d.PrefixStore(f"{name}/{built}", store)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        """The value of `key`, once a rank has set it."""
+        return str(self._store.get(key).decode())
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def add(self, key: str) -> int:
+        return int(self._store.add(key, 1))
+
+    def first(self, key: str, value: str) -> str:
+        """`value` if nobody has set `key` before, else what was set."""
+        return str(self._store.compare_set(key, "", value).decode())
+
+    def share(self, value: str) -> str:
+        """The `value` of rank 0. All ranks call it in the same order."""
+        self._shared += 1
+        if self.rank == 0:
+            self.set(f"shared/{self._shared}", value)
+        return self.get(f"shared/{self._shared}")
+
+    def token(self) -> str:
+        """A word that is the same on all ranks and new in each run."""
+        return self.share(secrets.token_hex(8))
+
+
+class Meetings:
+    """Lets all ranks make the same number of saves before they meet."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._met = 0
+        self.saves = 0
+        """How many this rank has made."""
+        self._arrived = False
+        self._tell()
+
+    def saved(self) -> None:
+        """This rank has made one more save."""
+        self.saves += 1
+        self._tell()
+
+    def arrive(self) -> None:
+        """The ranks meet next, and this one will make no save before that, but in `catch_up`."""
+        self._arrived = True
+        self._tell()
+
+    def catch_up(self, save: Callable[[], None], meanwhile: Callable[[], bool]) -> bool:
+        """Make the saves that others make while this rank waits for them; whether all are here.
+
+        It is over too when `meanwhile()` says so.
+        """
+        others = [rank for rank in range(self._store.size) if rank != self._store.rank]
+        while others:
+            told = [self._heard(rank) for rank in others]
+            if max(saves for _, saves in told) > self.saves:
+                save()
+                continue
+            others = [r for r, (met, _) in zip(others, told, strict=True) if met <= self._met]
+            if others and meanwhile():
+                return False
+            if others:
+                time.sleep(0.002)
+        return True
+
+    def meet(self) -> None:
+        """The ranks meet now."""
+        self._met += 1
+        self._arrived = False
+
+    def _tell(self) -> None:
+        met = self._met + self._arrived
+        self._store.set(f"saves/{self._store.rank}", f"{met} {self.saves}")
+
+    def _heard(self, rank: int) -> tuple[int, int]:
+        met, saves = self._store.get(f"saves/{rank}").split()
+        return int(met), int(saves)
+
+
+class Request:
+    """Something that a rank asks all of them to do at one micro-batch of the same window."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._done = 0
+        self._round = 0
+        self.target: int | None = None
+        """The micro-batch after the last meeting that the ranks have agreed on."""
+        self.saves = 0
+        """How many saves all ranks have made before that."""
+        self._looked = 0.0
+        self._left = time.monotonic()
+        self._block = 0.0
+        self.known: str | None = None
+        """What is asked for, as soon as this rank knows."""
+
+    def ask(self, what: str) -> None:
+        """Ask for `what`, unless something else is asked for; that is done first."""
+        self.known = self._store.first(f"ask/{self._done}", what)
+
+    def is_time(self, index: int, saves: int, meets: bool) -> bool:
+        """Whether this rank, `index` micro-batches after the last meeting and with so many `saves`,
+        is where `known` is to be done.
+
+        `meets`: the ranks meet next, so it is done here at the latest.
+        """
+        now = time.monotonic()
+        self._block, self._left = now - self._left, now
+        if self.known is None and (meets or now - self._looked >= LOOK):
+            self._looked = now
+            if self._store.has(f"ask/{self._done}"):
+                self.known = self._store.get(f"ask/{self._done}")
+        if self.known is None:
+            return False
+        if self.target is None:
+            self._meet(index, saves)
+            self._left = time.monotonic()
+        return self.target is not None and (meets or index >= self.target)
+
+    def done(self) -> None:
+        """It has been done."""
+        self._done += 1
+        self._round, self.target, self.known = 0, None, None
+
+    def _meet(self, index: int, saves: int) -> None:
+        """Wait for the others; if all are here, set the target."""
+        deadline = time.monotonic() + PATIENCE + min(2 * self._block, 30.0)
+        while True:
+            at = f"{self._done}/{self._round}"
+            if not self._store.has(f"verdict/{at}"):
+                break
+            if self._store.get(f"verdict/{at}") == "all":
+                break
+            self._round += 1  # somebody gave up before this rank came
+        self._store.set(f"place/{at}/{self._store.rank}", f"{index} {saves}")
+        verdict = ""
+        if self._store.add(f"count/{at}") == self._store.size:
+            verdict = self._store.first(f"verdict/{at}", "all")
+        while not verdict:
+            if self._store.has(f"verdict/{at}"):
+                verdict = self._store.get(f"verdict/{at}")
+            elif time.monotonic() > deadline:
+                verdict = self._store.first(f"verdict/{at}", "not all")
+            else:
+                time.sleep(0.002)
+        if verdict == "all":
+            places = [self._store.get(f"place/{at}/{rank}") for rank in range(self._store.size)]
+            self.target, self.saves = (
+                max(numbers) for numbers in zip(*(map(int, p.split()) for p in places), strict=True)
+            )
+        else:
+            self._round += 1

@@ -1,0 +1,182 @@
+"""Running sums and weights of an open window, handed from some ranks to another number of them.
+
+A rank's sum times its divisor (`steps * reference`) is the gradient of `sum(w * l)` over its
+micro-batches. So it can be added to that of another rank once both have one divisor. Where one sum
+goes to one rank the divisor stays, and so do the sum's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumplug.checkpoint.dtensor_shards import is_piece
+from accumplug.checkpoint.train_state import State
+from accumplug.checkpoint.window_state import dense, given
+from accumplug.core.window import Window
+from accumplug.dataloading.resharding import spread, turn
+
+
+class Old:
+    """What one rank of the run that saved has left."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.window: State = state["accum"]["window"] or {}
+        self.plan: State | None = None if state["feed"] is None else state["feed"]["plan"]
+        self.index: int = self.window.get("index", 0)
+        """Micro-batches that it has run in the open window."""
+        start = state["order"]["start"]
+        self.deal: State = {"base": 0, "made": []} if start is None else start["deal"]
+        self.taken: int = state["accum"]["position"] - self.deal["base"]
+        """Items that it was handed since the data were dealt last."""
+
+    @property
+    def left(self) -> int:
+        """Micro-batches that it has planned (`weigh=`) and not run."""
+        return 0 if self.plan is None else len(self.plan["weights"]) - self.index
+
+    @property
+    def divisor(self) -> Any:
+        """What its sum was divided by; None if nothing was added."""
+        reference = self.window.get("reference")
+        return _computed(lambda one: self.window["steps"] * one, reference)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the open window is divided."""
+
+    rank: int
+    steps: int
+    """Of a full window on each new rank."""
+    done: int
+    """Micro-batches that all ranks have run in it."""
+    indices: list[int]
+    """How many of these count as run by each new rank. More on rank 0 than on others, if not the
+    same: who has run none has no window, and can't hold a sum."""
+    lefts: list[int]
+    """How many each new rank has to run."""
+
+    @staticmethod
+    def of(olds: Sequence[Old], rank: int, size: int, steps: int) -> Share:
+        done = sum(old.index for old in olds)
+        indices = [done // size + (r < done % size) for r in range(size)]
+        planned = any(old.plan for old in olds)
+        left = sum(old.left for old in olds) if planned else steps * size - done
+        lefts = [left // size + (r >= size - left % size) for r in range(size)]
+        return Share(rank, steps, done, indices, lefts if done else [0] * size)
+
+    @property
+    def index(self) -> int:
+        """Of this rank."""
+        return self.indices[self.rank]
+
+
+def plan_of(olds: Sequence[Old], share: Share) -> State | None:
+    """The plan of this rank, if the old ones had looked at the window and begun it."""
+    plan = next((old.plan for old in olds if old.plan), None)
+    if plan is None or not share.done:
+        return None
+    none = [0] * len(olds)
+    left = sorted(
+        (turn(old.deal["made"][-1]["lefts"] if old.deal["made"] else none, r, old.taken + i), r, i)
+        for r, old in enumerate(olds)
+        for i in range(old.left)
+    )
+    weights = [olds[r].plan["weights"][olds[r].index + i] for _, r, i in left]  # type: ignore[index]
+    mean = _computed(lambda total: total / plan["micro_batches"], plan["total"])
+    own = spread(weights, share.lefts)[share.rank] or [0.0]  # 0: for who stands in
+    return {**plan, "weights": [mean] * share.index + own, "left": share.lefts[share.rank]}
+
+
+def merge(olds: Sequence[Old], share: Share, common: bool) -> tuple[State, list[Any]]:
+    """The open window of this rank, as in `accum.state_dict`, and its running sums.
+
+    `common`: all ranks have one reference.
+    """
+    if not share.index:
+        return {"window": None}, []
+    size, plan = len(share.indices), plan_of(olds, share)
+    opened = [old for old in olds if old.index]
+    mine = opened[share.rank :: min(size, share.done)]
+    steps = share.steps if plan is None else len(plan["weights"])
+    if plan is not None:
+        divisor = _computed(lambda total: total / size, plan["total"])
+    elif common:
+        divisor = _computed(lambda *all_: sum(all_) / size, *_there(old.divisor for old in opened))
+    else:
+        divisor = _computed(lambda *all_: sum(all_), *_there(old.divisor for old in mine))
+    window: State = {
+        "steps": steps,
+        "index": share.index,
+        "reference": _computed(lambda one: one / steps, divisor),
+        "factor": 1.0,
+        "torn": None,
+        **_weight(mine),
+    }
+    states = [old.state["accum"] for old in mine]
+    return {
+        "window": window,
+        "loss_sum": _computed(lambda *a: sum(a), *_there(s["loss_sum"] for s in states)),
+        "overflows": sum(state["overflows"] for state in states),
+        "elapsed": max(old.state["accum"]["elapsed"] for old in opened),
+    }, _sums(mine, divisor)
+
+
+def _weight(mine: Sequence[Old]) -> State:
+    """The weights of some ranks as one, with what floating point has lost of each."""
+    window = Window(1)
+    for old in mine:
+        window.add_weight(_plain(old.window["weight"]))
+        window.compensation += old.window["compensation"]
+    weight = _computed(lambda *_: window.weight, *(old.window["weight"] for old in mine))
+    return {"weight": 0.0 if weight is None else weight, "compensation": window.compensation}
+
+
+def _sums(mine: Sequence[Old], divisor: Any) -> list[Any]:
+    """By model and name: the sums of some ranks with one divisor, added."""
+    models: list[Any] = []
+    for old in mine:
+        factor = _plain(_computed(lambda a, b: a / b, old.divisor, divisor))
+        for index, sums in enumerate(old.state["sums"]):
+            if index == len(models):
+                models.append({})
+            for name, grad in sums.items():
+                if is_piece(grad):
+                    continue  # the same for all ranks, see shards.deal
+                models[index][name] = _added(models[index].get(name), grad, factor)
+    return models
+
+
+def _added(total: Any, grad: Any, factor: Any) -> Any:
+    """`total + factor * grad`; None for no total."""
+    if total is None and isinstance(factor, float) and factor == 1.0:
+        return grad
+    this = given(grad)
+    wide = torch.promote_types(this.dtype, torch.float32)
+    result = this.to(wide) * factor
+    if total is not None:
+        result = given(total).to(wide) + result
+    return dense(result.to(this.dtype))
+
+
+def _there(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+def _plain(value: Any) -> Any:
+    return value["tensor"] if isinstance(value, dict) else value
+
+
+def _computed(function: Callable[..., Any], *values: Any) -> Any:
+    """`function` of saved numbers or tensors, as one that is saved; None without values."""
+    if not values or any(value is None for value in values):
+        return None
+    result = function(*map(_plain, values))
+    on = next((value["on"] for value in values if isinstance(value, dict)), None)
+    return {"tensor": result, "on": on} if isinstance(result, Tensor) else result

@@ -1,0 +1,178 @@
+"""When a run saves and when it ends early: counts, clock and signals, and the ranks' agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from accumplug.accumulator import Accumulator
+from accumplug.checkpoint.coordination import Meetings, Request, Store
+from accumplug.checkpoint.save_schedule import Pace
+from accumplug.checkpoint.signals import Signals
+from accumplug.loop.data_pass import SyncPoint
+from accumplug.parallel.ddp import before_forward
+
+
+class Turns:
+    """Looks, when a block is over, whether a save is due on this rank or on all.
+
+    Args:
+        accum: the Accumulator whose blocks are followed.
+        pace: when a save is due by itself.
+        signals: those that save and end the run.
+        store: what the ranks agree through; None on one rank.
+        save: takes a save of this moment.
+        finish: waits, with all ranks, until the last one is on disk.
+        moved: whether the run has gone on since its last save.
+    """
+
+    def __init__(
+        self,
+        accum: Accumulator,
+        pace: Pace,
+        signals: Sequence[int],
+        store: Store | None,
+        save: Callable[[], None],
+        finish: Callable[[], None],
+        moved: Callable[[], bool],
+    ) -> None:
+        self.signals = Signals(signals)
+        self.interrupted = False
+        """Whether a signal has ended the pass, and the run was saved for it."""
+        self._accum = accum
+        self._pace = pace
+        self._meetings = Meetings(store) if store else None
+        self._request = Request(store) if store and (signals or pace.has_clock) else None
+        self._save, self._finish, self._moved = save, finish, moved
+        self._waits_for_step = False
+        self._ran = self._met_at = accum.micro_batches
+        self._uneven: int | None = None
+        """The window in which ranks had run different numbers of micro-batches before a resume."""
+
+    @property
+    def counts_blocks(self) -> bool:
+        """Whether the ranks may have to agree on a micro-batch, which `batches` makes possible."""
+        return self._request is not None
+
+    def saved(self) -> None:
+        """A save was taken. Said before rank 0 may wait for those who wait for it."""
+        if self._meetings is not None:
+            self._meetings.saved()
+        self._pace.saved()
+
+    def start_at(self, count: int) -> None:
+        """Another process has come so far, with a pace of `count`. All ranks call it."""
+        accum = self._accum
+        self._pace.start_at(count)
+        self._ran = self._met_at = accum.micro_batches
+        told = [float(accum.pending), float(accum.pending) ** 2]
+        total, squares = (float(n) for n in accum._ranks.sum(told))
+        self._uneven = accum.windows if squares * accum._ranks.size != total**2 else None
+
+    def block_ended(self) -> None:
+        """Act now, or, if the loop has its step still to take, when it has."""
+        self._pace.block_ended()
+        accum = self._accum
+        if accum.pending == 0 or accum.micro_batches == self._ran:  # closed, or met without data
+            self._met_at = accum.micro_batches
+        self._ran = accum.micro_batches
+        self._waits_for_step = self._steps_later()
+        if not self._waits_for_step:
+            self._act()
+
+    def loop_came_back(self) -> None:
+        """The loop has come back from its body: whatever it does behind a block is done."""
+        if self._waits_for_step:
+            self._act()
+
+    def must_stop(self, meeting: SyncPoint) -> bool:
+        """Whether the pass has to end before the next block."""
+        self.loop_came_back()
+        if self.interrupted:
+            return True
+        if meeting is SyncPoint.FULL and self._uneven == self._accum.windows:
+            meeting = SyncPoint.SHORT
+        if self._meetings is not None:
+            if not self._agree(meeting) and meeting not in (SyncPoint.NONE, SyncPoint.STEP):
+                self._equal_saves(self._meetings, meeting)
+        elif self.signals.arrived:
+            self._answer("stop")
+        return self.interrupted
+
+    def _steps_later(self) -> bool:
+        """Whether the window has closed and the loop has its step still to take."""
+        accum = self._accum
+        if accum.takes_step or accum.pending:
+            return False
+        loop = accum._loop
+        return loop is None or not (loop.stepped or loop.was_skipped())
+
+    def _act(self) -> None:
+        """A block is over: do what is to be done then."""
+        self._waits_for_step = False
+        if self._pace.is_due() and self._moved():
+            self._save()
+        if self._meetings is not None:
+            self._agree(SyncPoint.NONE)
+        elif self.signals.arrived and not self.interrupted:
+            self._answer("stop")
+        elif self._pace.is_time():
+            self._answer("save")
+
+    def _agree(self, meeting: SyncPoint) -> bool:
+        """On several ranks: ask for what is due here, and do what the ranks have agreed on.
+
+        Returns whether the run is interrupted.
+        """
+        if (request := self._request) is None or (meetings := self._meetings) is None:
+            return False
+        meets = meeting not in (SyncPoint.NONE, SyncPoint.STEP)
+        while not self.interrupted:
+            if request.known is None and self.signals.arrived:
+                request.ask("stop")
+            elif request.known is None and self._accum._ranks.rank == 0 and self._pace.is_time():
+                request.ask("save")
+            if not request.is_time(self._index(), meetings.saves, meets):
+                return False
+            if meeting is SyncPoint.SHORT and request.target:
+                self._join_forward()
+            while meetings.saves < request.saves:
+                self._save()
+            what = request.known
+            request.done()
+            self._answer(what)
+        return True
+
+    def _equal_saves(self, meetings: Meetings, meeting: SyncPoint) -> None:
+        """Before the ranks meet: make the saves that the others make and this one would miss."""
+        meetings.arrive()
+        if meeting is not SyncPoint.FULL:
+            if meeting is SyncPoint.SHORT:
+                self._join_forward()
+            meetings.catch_up(self._save, lambda: self._agree(meeting))
+        meetings.meet()
+
+    def _join_forward(self) -> None:
+        """Wait for the others only after what they need from this rank to come so far.
+
+        In its first forward of a window DistributedDataParallel broadcasts its buffers.
+        """
+        if self._accum.pending == 0:
+            models = self._accum._models.known()
+            for ddp in self._accum._sum.ddp_modules(models):
+                before_forward(ddp)
+
+    def _answer(self, what: str | None) -> None:
+        stops = what == "stop"  # the process may end right after, so all ranks wait for the disk
+        if self._moved() or self._meetings is not None:
+            self._save()
+        if stops:
+            self._finish()
+        self._pace.saved()
+        self.interrupted = stops
+
+    def _index(self) -> int:
+        """Micro-batches since the ranks last met. (In the window it would be others on each rank
+        that has carried some into it.)"""
+        accum = self._accum
+        each = accum._options.sync == "every"  # they meet in each one, and go in step
+        return accum.pending if each else accum.micro_batches - self._met_at

@@ -1,0 +1,167 @@
+"""The command line: what can be asked, and how an error is said."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from accumplug._version import __version__
+from accumplug.cli import commands
+from accumplug.cli.commands import BAD_INPUT, GOOD
+
+__all__ = ["main"]
+
+DESCRIPTION = "Exact gradient accumulation: plan a run, prove it on your model, measure it."
+INTERRUPTED = 130  # as a shell has it for Ctrl-C
+LONGEST = 500  # characters of an error
+EXIT_CODES = "exit codes: 0 good, 1 the check failed, 2 bad input"
+TARGET = (
+    "module:function or file.py:function, a function without arguments that returns "
+    "(model, batch, loss); the loss is called as loss(model, batch), or is a criterion of torch "
+    "and the batch a pair (inputs, targets). A fourth value may count the items of a batch (e.g. "
+    "target tokens). Default: a built-in example"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and give its exit code: 0 good, 1 the check failed, 2 bad input."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    with warnings.catch_warnings():
+        warnings.showwarning = functools.partial(_warn, f"accumplug {options.command}")
+        try:
+            return run(options)
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader went away (`| head`): nothing is wrong
+            return GOOD
+        except KeyboardInterrupt:
+            print(f"accumplug {options.command}: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            if options.traceback:
+                raise
+            sys.stderr.write(f"accumplug {options.command}: error: {_one_line(error)}\n")
+            return BAD_INPUT
+
+
+def _warn(command: str, message: Warning | str, *_: object, **__: object) -> None:
+    """Say a warning in one line, as errors are said."""
+    print(f"{command}: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _one_line(error: Exception) -> str:
+    """Say an error in one line, with its place if it comes from outside of this package."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= LONGEST else text[:LONGEST].rsplit(" ", 1)[0] + " ..."
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(frame.filename).is_relative_to(Path(__file__).parents[1])
+    if ours or isinstance(error, OSError):
+        return text
+    place = f"{frame.filename}:{frame.lineno}"
+    return f"{type(error).__name__}: {text} ({place}; --traceback shows all)"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Like its parent, with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("accumplug", description=DESCRIPTION, epilog=EXIT_CODES)
+    parser.add_argument("--version", action="version", version=f"accumplug {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, summary, add in (
+        ("plan", "steps from effective batch, micro-batch and ranks", _add_plan),
+        ("check", "one large batch against the same batch accumulated, on your model", _add_check),
+        ("sweep", "samples per second against the effective batch", _add_sweep),
+        ("inspect", "what a checkpoint holds, and whether it is whole", _add_inspect),
+        ("report", "one page of pictures from a run's metrics.jsonl", _add_report),
+    ):
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=EXIT_CODES
+        )
+        command.add_argument("--traceback", action="store_true", help="show errors in full")
+        add(command)
+    return parser
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("effective_batch", type=int, help="items per update over all ranks")
+    command.add_argument(
+        "micro_batch", type=int, nargs="?", help="items per forward pass on one rank"
+    )
+    command.add_argument("--world-size", type=int, help="ranks (default: 1, or torchrun's)")
+    command.add_argument(
+        "--fit",
+        metavar="TARGET",
+        help="instead of micro_batch: the largest that fits in memory, found by trying with "
+        "your model, as for `accumplug check`; under torchrun all ranks agree",
+    )
+    command.add_argument("--device", help="for --fit (default: the accelerator, or cpu)")
+    command.add_argument("--lr", type=float, help="scale this learning rate to the effective batch")
+    command.add_argument(
+        "--tuned-batch", type=int, help="items per update that --lr was tuned at (one pass)"
+    )
+    command.set_defaults(run=commands.plan)
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", nargs="?", default="example", help=TARGET)
+    command.add_argument(
+        "--splits",
+        type=_sizes,
+        action="append",
+        metavar="A,B,...",
+        help="sizes of the micro-batches, e.g. 8,8 or 3,13; may be given several times",
+    )
+    command.add_argument("--bound", type=float, default=1e-4, help="largest difference (1e-4)")
+    command.add_argument("--sum", action="store_true", help="the loss is a sum over its items")
+    command.add_argument("--eval", action="store_true", help="without dropout: model.eval()")
+    command.add_argument(
+        "--float64", action="store_true", help="in double precision, where rounding is 1e-16"
+    )
+    command.set_defaults(run=commands.check)
+
+
+def _add_sweep(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", nargs="?", default="example", help=TARGET)
+    command.add_argument("--micro-batch", type=int, default=8, help="items per forward pass (8)")
+    command.add_argument(
+        "--steps", type=_sizes, default=(1, 2, 4, 8, 16, 32), help="e.g. 1,4,16 (1,2,4,8,16,32)"
+    )
+    command.add_argument(
+        "--num-steps", type=int, default=100, help="micro-batches per row, at least 3 windows (100)"
+    )
+    command.add_argument("--output-dir", type=Path, default=Path("outputs"), help="(outputs)")
+    command.add_argument("--no-picture", action="store_true", help="write the JSON only")
+    command.set_defaults(run=commands.sweep)
+
+
+def _add_inspect(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", type=Path, help="a checkpoint, or a directory of them")
+    command.add_argument(
+        "--verify", action="store_true", help="read every byte (default: files and sizes)"
+    )
+    command.set_defaults(run=commands.inspect)
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("metrics", type=Path, help="a run's metrics.jsonl")
+    command.add_argument("--output", type=Path, help="the PNG (default: report.png beside it)")
+    command.set_defaults(run=commands.report)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Read "8,8" as (8, 8)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers") from None

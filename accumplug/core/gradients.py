@@ -1,0 +1,320 @@
+"""The running sum of a window: the `.grad` of the parameters that belong to it."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from accumplug.core.window import Weight, is_number
+from accumplug.parallel import fsdp
+from accumplug.parallel.ddp import ddp_modules, in_order, mark_used
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put before it."""
+    return name.replace("_orig_mod.", "").replace("module.", "", int(name.startswith("module.")))
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `model`, shards where it is sharded, by name without wrappers' prefixes."""
+    return {bare_name(n): p for n, p in fsdp.named_parameters(model).items()}
+
+
+def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | None = None) -> None:
+    """Set `parameter.grad`; its dtype may differ from the parameter's (`Tensor.grad_dtype`)."""
+    dtype = dtype or (parameter.dtype if grad is None else grad.dtype)
+    parameter.grad = None
+    if (parameter.grad_dtype or parameter.dtype) != dtype:
+        # None: torch (2.13) can't go back to following the parameter's dtype, but to any dtype
+        parameter.grad_dtype = None if dtype == parameter.dtype else dtype
+    parameter.grad = grad
+
+
+@dataclass
+class _Model:
+    parameters: list[nn.Parameter]
+    watched: list[nn.Parameter]
+    ddp_modules: list[weakref.ref[DistributedDataParallel]]
+    roots: list[weakref.ref[FSDPModule]]
+
+
+def _widens(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
+    """Whether the sum of `parameter` is to be in `dtype` (or is in another than its own)."""
+    if not parameter.is_floating_point() or isinstance(parameter, DTensor):
+        return False
+    if dtype is None:
+        return (parameter.grad_dtype or parameter.dtype) != parameter.dtype
+    return parameter.dtype.itemsize < dtype.itemsize
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> dict[int, nn.Parameter]:
+    return {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+
+
+def _watched(model: nn.Module, own: list[nn.Parameter], most: int = 16) -> list[nn.Parameter]:
+    """The first trainable parameter of each direct part of `model`, inside of its wrappers."""
+    ids = {id(p) for p in own}
+    while len(children := list(model.children())) == 1:
+        model = children[0]
+    parts = [(p for p in part.parameters() if p.requires_grad) for part in (model, *children)]
+    found = [p for part in parts if (p := next(part, None)) is not None]
+    return list({id(p): p for p in found if id(p) in ids}.values())[:most]
+
+
+@dataclass
+class OtherOwners:
+    """What other Accumulators own: one's backward must add nothing to it, nor reduce it."""
+
+    changes: int = -1
+    parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
+    ddp_modules: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
+    roots: list[weakref.ref[FSDPModule]] = field(default_factory=list)
+
+
+class GradientBuffer:
+    """The parameters of the models and optimizers of one Accumulator, and what adds up in them.
+
+    Models are referred to weakly: DistributedDataParallel must not outlive its process group.
+    """
+
+    changes: ClassVar[int] = 0
+    """Counts whatever was added to any sum, so that others can keep what they found."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], loop: Any = None) -> None:
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+        self._optimizers = optimizers
+        self._stepped = _parameters(optimizers)
+        self._loop = loop
+        self._all: list[nn.Parameter] | None = None
+        self.distributed = False
+        """Whether any model has parts that reduce over ranks."""
+        self._wide = False
+        self._restored: set[int] = set()
+        self._watched: list[nn.Parameter] | None = None
+        self._witnesses: list[tuple[nn.Parameter, Tensor, int]] = []
+        GradientBuffer.changes += 1
+
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._models
+
+    def add(self, model: nn.Module) -> None:
+        """Let the parameters of `model` belong to the sum."""
+        ddps = [weakref.ref(r) for r in ddp_modules(model)]
+        roots = [weakref.ref(r) for r in fsdp.roots(model)]
+        own = list(fsdp.named_parameters(model).values())
+        self._models[model] = _Model(own, _watched(model, own), ddps, roots)
+        self._all = self._watched = None
+        self._wide = False
+        self.distributed = self.distributed or bool(ddps or roots)
+        GradientBuffer.changes += 1
+
+    def clear_new(self, model: nn.Module) -> None:
+        """Forget what other losses have left in parameters that are about to belong to the sum."""
+        own = {id(p) for p in self.parameters} | self._restored
+        for parameter in fsdp.named_parameters(model).values():
+            if id(parameter) not in own:
+                parameter.grad = None
+
+    def refresh(self) -> bool:
+        """List the parameters anew: layers and parameter groups may have been added.
+
+        Returns whether a model has others than before.
+        """
+        changed = False
+        for model, known in self._models.items():
+            named = fsdp.named_parameters(model).values() if known.roots else model.parameters()
+            own, before = list(named), known.parameters
+            if len(own) != len(before) or any(map(operator.is_not, own, before)):
+                changed, self._watched = True, None
+                known.parameters, known.watched = own, _watched(model, own)
+        self._stepped = _parameters(self._optimizers)
+        self._all = None
+        self._wide = False
+        return changed
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that have been added and are still alive."""
+        return list(self._models)
+
+    def ddp_modules(self, models: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+        """The DDP modules of `models`, each once, in an order that all ranks find."""
+        if not self.distributed:
+            return []
+        found = [r() for model in models for r in self._models[model].ddp_modules]
+        once = {id(r): r for r in found if r is not None}.values()
+        return in_order(once, self._order()) if len(once) > 1 else list(once)
+
+    def _order(self) -> list[nn.Parameter]:
+        """The parameters as all ranks know them, one that has run no block too."""
+        prepared = [] if self._loop is None or self._stepped else self._loop.models()
+        return [*self._stepped.values(), *(p for m in prepared for p in m.parameters())]
+
+    def roots(self, models: Iterable[nn.Module]) -> list[FSDPModule]:
+        """The `fully_shard` roots of `models`, each once."""
+        if not self.distributed:
+            return []
+        found = [r() for model in models for r in self._models[model].roots]
+        return list({id(r): r for r in found if r is not None}.values())
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of the sum, each once: the models' in their order, then the rest."""
+        if self._all is None:
+            every = {id(p): p for m in self._models.values() for p in m.parameters}
+            self._all = list({**every, **self._stepped}.values())
+        return self._all
+
+    def elements(self) -> float:
+        """How many numbers the sum has, the same on all ranks."""
+        return float(sum(p.numel() for p in self.parameters))
+
+    @property
+    def stepped_parameters(self) -> list[nn.Parameter]:
+        """Those that accum's optimizers step."""
+        return [p for p in self.parameters if id(p) in self._stepped]
+
+    def named(self, model: nn.Module) -> dict[str, Tensor]:
+        """The running sums of `model` on this rank, by name without the prefixes of wrappers."""
+        parameters = named(model)
+        found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        names = {id(p): n for n, p in parameters.items()}
+        for root in fsdp.roots(model):
+            found |= fsdp.named(root, names)
+        return found
+
+    def restore(self, model: nn.Module, sums: dict[str, Tensor]) -> None:
+        """Make `sums`, as `named` gave them, the running sums of `model`."""
+        parameters = named(model)
+        if unknown := sorted(n for n in sums if n.split("#")[0] not in parameters):
+            raise ValueError(
+                f"the saved running sum has {unknown[0]!r}, which the model does not have "
+                f"({len(unknown)} of {len(sums)} names are unknown)"
+            )
+        for ddp in ddp_modules(model):
+            mark_used(ddp, [parameters[n] for n in sums])
+        for root in fsdp.roots(model):
+            names = {id(p): n for n, p in parameters.items()}
+            fsdp.restore(root, names, sums)
+        for name, parameter in parameters.items():
+            grad = sums.get(name)
+            part = None if grad is None else grad.to(parameter.device)
+            assign(parameter, None if part is None else fsdp.like(part, parameter))
+        self._restored = {id(parameters[n.split("#")[0]]) for n in sums}
+        self.mark()
+
+    def scale(self, factor: Weight) -> None:
+        """Multiply what has been summed up by `factor`, a number or a 0-dim tensor."""
+        if is_number(factor) and factor == 1.0:
+            return
+        grads = [fsdp.local(p.grad) for p in self.parameters if p.grad is not None]
+        for root in self.roots(self._models):
+            grads += fsdp.sums(root)
+        dense = [g for g in grads if not g.is_sparse]
+        with torch.no_grad():
+            if dense:
+                torch._foreach_mul_(dense, factor)
+            for grad in grads:
+                if grad.is_sparse:
+                    grad.mul_(factor)
+
+    def take(self) -> list[Tensor | None]:
+        """Take the sum out of `.grad`, so that the next backward starts from nothing."""
+        grads = [p.grad for p in self.parameters]
+        self.clear()
+        return grads
+
+    def put(self, grads: list[Tensor | None], added: bool) -> None:
+        """Put back what `take` returned, with what is in `.grad` now `added` to it or lost."""
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if grad is not None and parameter.grad is not None and added:
+                with torch.no_grad():
+                    grad += parameter.grad
+            if grad is not None or not added:
+                parameter.grad = grad
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sum is; that of its first parameter."""
+        first = next(iter(self.parameters), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def norm(self) -> Tensor:
+        """The 2-norm of what this rank has summed up, 0-dim."""
+        grads = [fsdp.local(p.grad) for p in self.parameters if p.grad is not None]
+        for root in self.roots(self._models):
+            grads += fsdp.sums(root)
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+        return torch.nn.utils.get_total_norm(values)
+
+    def finite(self) -> Tensor:
+        """Whether all of it is finite, 0-dim."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads]
+        return torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf"))).to(self.device)
+
+    def clear(self) -> None:
+        """Forget the sum. By assignment: 0 times NaN is NaN."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for root in self.roots(self._models):
+            fsdp.clear(root)
+        self._witnesses = []
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Let `.grad` be of `dtype` where the parameter's own is narrower, for this window."""
+        if self._wide:
+            return
+        for parameter in self.parameters:
+            if _widens(parameter, dtype):
+                grad = parameter.grad
+                assign(parameter, None, dtype)
+                assign(parameter, None if grad is None else grad.to(dtype), dtype)
+        self._wide = True
+
+    def narrow(self) -> None:
+        """Round a wide sum, once, to what optimizers take: the parameter's own dtype."""
+        if not self._wide:
+            return
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if _widens(parameter, None):
+                assign(parameter, None if grad is None else grad.to(parameter.dtype))
+        self._wide = False
+
+    def forget_mark(self) -> None:
+        """Let go of what `mark` remembered: the window is closed."""
+        self._witnesses = []
+
+    def mark(self) -> None:
+        """Remember the sum as it is, by some of its tensors: one of each part of a model."""
+        if self._watched is None:
+            self._watched = [p for m in self._models.values() for p in m.watched]
+        self._witnesses = [
+            (p, grad, grad._version)
+            for p in self._watched
+            if (grad := p.grad) is not None and type(grad) is Tensor
+        ]
+
+    def touched(self, gone: bool = False) -> str | None:
+        """What has happened to the sum since `mark`, in words, or None.
+
+        `gone`: to be changed in place is no matter, as in a block that closes.
+        """
+        for parameter, grad, version in self._witnesses:
+            shape = tuple(parameter.shape)
+            if parameter.grad is not grad:
+                return f"the gradient of the parameter of shape {shape} was set to None or replaced"
+            if grad._version != version and not gone:
+                return f"the gradient of the parameter of shape {shape} was changed in place"
+        return None

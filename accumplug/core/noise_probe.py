@@ -1,0 +1,60 @@
+"""The two norms of a window that the noise scale is estimated from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from accumplug.core.gradients import GradientBuffer
+from accumplug.core.optimizer_step import total_norm
+from accumplug.core.window import Weight, Window, is_number
+from accumplug.noise.scale import NoiseScale
+
+
+class NoiseProbe:
+    """Measures for a `NoiseScale`: the first micro-batch's gradient, then the finished one."""
+
+    def __init__(self, noise: NoiseScale, running: GradientBuffer) -> None:
+        self.noise = noise
+        self._sum = running
+        self._small: Tensor | None = None
+        self._weight: Weight = 0.0
+        self._large: Tensor | None = None
+
+    def first(self, window: Window, weight: Weight) -> None:
+        """After the first backward of a window that goes on: the sum is that gradient alone."""
+        if not is_number(window.weight) or window.weight > 0:  # else it was left out
+            self._small = self._norm() * window.divisor(weight)
+            self._weight = weight
+
+    def finished(self) -> None:
+        """The gradient is finished, and the loop, not accum, will take its norm."""
+        if self._small is not None:
+            self._large = self._norm()
+
+    def values(self, scale: Any) -> list[Any]:
+        """What is to be summed over the ranks: squared norm, 1 / weight, ranks that have them."""
+        if self._small is None:
+            return [0.0, 0.0, 0.0]
+        scale = 1.0 if scale is None else scale
+        if self._large is not None:
+            self._large = self._large / scale
+        return [(self._small / scale) ** 2, 1.0 / self._weight, 1.0]
+
+    def tell(self, norm: Any, total: Weight, values: Any) -> None:
+        """The window became an update of gradient norm `norm`: take it in. Waits for the device."""
+        large = norm if self._large is None else self._large
+        small, inverse, ranks = (float(v) for v in values)
+        if large is not None and ranks:
+            self.noise.update(small / ranks, float(large) ** 2, ranks / inverse, float(total))
+
+    def forget(self) -> None:
+        """The window is over."""
+        self._small = self._large = None
+
+    def _norm(self) -> Tensor:
+        """The norm of what will be stepped on: accum's optimizers may have a part of the models."""
+        if (stepped := self._sum.stepped_parameters) and not self._sum.roots(self._sum.models):
+            return total_norm(stepped)
+        return self._sum.norm()

@@ -1,0 +1,217 @@
+"""The close of a window: unscale, norm, clip, step, scaler, scheduler. Knows nothing of ranks.
+
+What arrives here is the finished gradient; with several ranks it is the same on each, and so
+is every decision taken from it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accumplug.errors import NonFiniteError
+from accumplug.parallel.fsdp import local, whole
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a close did."""
+
+    stepped: bool
+    """Whether an optimizer has stepped."""
+    grad_norm: Tensor
+    """Total norm before clipping, 0-dim."""
+
+
+def take_update(
+    parameters: Sequence[nn.Parameter],
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Any],
+    scaler: Any,
+    max_grad_norm: float | None,
+    nonfinite: str,
+    total: Tensor | None = None,
+    before_step: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Turn the gradients of `parameters` into an update, unless they are not finite.
+
+    The host waits for the device once: for the norm, the scaler's flags and the window's `total`
+    weight (if the host does not know it) together. With a total of 0 there is no update. With a
+    scaler its own rule holds: an optimizer with an inf or NaN among its gradients does not step,
+    and the scale backs off once. A scheduler ticks when its optimizer has stepped. `before_step`
+    runs on the clipped gradient.
+
+    Raises:
+        NonFiniteError: the gradient is not finite and `nonfinite` is "raise".
+        ValueError: `total` is no sum of weights, which a tensor tells only here.
+    """
+    graded = [p for p in parameters if p.grad is not None]
+    if not graded and parameters:
+        warnings.warn(
+            f"none of the {len(parameters)} parameters that the optimizer steps has a gradient; "
+            f"was it built over the model that runs in the block?",
+            stacklevel=6,
+        )
+    for optimizer in optimizers if scaler is not None else ():
+        if has_gradients(optimizer):
+            scaler.unscale_(optimizer)
+    norm = total_norm(graded)
+    if scaler is None and total is None:
+        value, known_total, values = norm.item(), 1.0, [0.0 for _ in optimizers]
+    else:
+        value, known_total, *values = _read(norm, total, scaler, optimizers)
+        if not 0 <= known_total < math.inf:
+            raise ValueError(
+                f"the weights of the window sum up to {known_total}; a weight is how many items a "
+                f"micro-batch's loss is a mean over: finite, and 0 or more"
+            )
+    bad = [bool(flag) or known_total == 0 for flag in values]
+    finite = math.isfinite(value) and not any(bad)
+    if not finite and known_total != 0 and nonfinite == "raise":
+        if scaler is not None:
+            scaler.update()
+        raise NonFiniteError(_explain(value, scaler))
+    if scaler is None or _states(scaler) is None:
+        bad = [not finite for _ in optimizers]
+    if max_grad_norm is not None and not all(bad):
+        _clip(graded, norm, max_grad_norm, optimizers, bad)
+    before_step()
+    stepped = _step(optimizers, bad, scaler if graded else None)
+    for scheduler in schedulers:
+        if stepped.get(id(getattr(scheduler, "optimizer", None)), any(stepped.values())):
+            scheduler.step()
+    return Outcome(any(stepped.values()), norm)
+
+
+def _read(
+    norm: Tensor, total: Tensor | None, scaler: Any, optimizers: Sequence[Optimizer]
+) -> list[float]:
+    """The norm, the total weight and the scaler's flag of each optimizer, in one wait."""
+    flags = [_found_inf(scaler, optimizer, norm) for optimizer in optimizers]
+    weight = torch.ones((), device=norm.device) if total is None else total
+    wide = torch.float32 if norm.device.type == "mps" else torch.float64
+    read = torch.stack([v.detach().to(norm.device, wide) for v in (norm, weight, *flags)])
+    return [float(v) for v in read.tolist()]
+
+
+def _step(optimizers: Sequence[Optimizer], bad: Sequence[bool], scaler: Any) -> dict[int, bool]:
+    """Step the optimizers, whose gradients are unscaled, and update the scaler once after all.
+
+    Returns which of them stepped, by id.
+    """
+    if scaler is None or _states(scaler) is not None:
+        for optimizer, is_bad in zip(optimizers, bad, strict=True):
+            if not is_bad:
+                optimizer.step()
+        if scaler is not None:
+            scaler.update()
+        return {id(o): not is_bad for o, is_bad in zip(optimizers, bad, strict=True)}
+    scale = scaler.get_scale()  # a scaler of another make: it alone knows what it skips
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return {id(o): scaler.get_scale() >= scale for o in optimizers}
+
+
+def _clip(
+    graded: Sequence[nn.Parameter],
+    norm: Tensor,
+    max_grad_norm: float,
+    optimizers: Sequence[Optimizer],
+    bad: Sequence[bool],
+) -> None:
+    """Clip what will be stepped on; a NaN of an optimizer that is skipped must not spread."""
+    if any(bad):
+        good = [o for o, is_bad in zip(optimizers, bad, strict=True) if not is_bad]
+        stepped = {id(p) for o in good for group in o.param_groups for p in group["params"]}
+        graded = [p for p in graded if id(p) in stepped]
+        norm = total_norm(graded)
+    plain = [p for p in graded if not isinstance(p.grad, DTensor)]
+    torch.nn.utils.clip_grads_with_norm_(plain, max_grad_norm, norm)
+    if len(plain) < len(graded):
+        factor = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)  # as in clip_grads_with_norm_
+        torch._foreach_mul_([local(p.grad) for p in graded if isinstance(p.grad, DTensor)], factor)
+
+
+def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients of `parameters` together, 0-dim; sparse ones included."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    plain = [g for g in dense if not isinstance(g, DTensor)]
+    if len(plain) == len(dense):
+        return torch.nn.utils.get_total_norm(plain)
+    norms = [whole(torch.nn.utils.get_total_norm(gs)) for gs in _meshes(dense)]
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([*norms, torch.nn.utils.get_total_norm(plain)])
+    )
+    return norm
+
+
+def _meshes(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The sharded gradients among `grads`, by the mesh that they are sharded over."""
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            groups.setdefault(grad.device_mesh, []).append(grad)
+    return list(groups.values())
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether any parameter of `optimizer` has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _states(scaler: Any) -> Any:
+    # torch 2.13, torch/amp/grad_scaler.py: {id(optimizer): {"stage", "found_inf_per_device"}}.
+    # Reading the flags here instead of in scaler.step() saves a wait for the device.
+    return getattr(scaler, "_per_optimizer_states", None)
+
+
+def _found_inf(scaler: Any, optimizer: Optimizer, like: Tensor) -> Tensor:
+    """The scaler's flag for `optimizer` after unscale_, 0-dim; 0 where there is none."""
+    found: list[Tensor] = []
+    if (states := _states(scaler)) is not None and id(optimizer) in states:
+        found = [
+            whole(f).to(like.device) for f in states[id(optimizer)]["found_inf_per_device"].values()
+        ]
+    return torch.stack(found).sum() if found else torch.zeros((), device=like.device)
+
+
+def scale_state(scaler: Any) -> object:
+    """Differs if the scale of `scaler` has been changed; not read from the device."""
+    scale = getattr(scaler, "_scale", None)
+    return (id(scale), scale._version) if isinstance(scale, Tensor) else None
+
+
+def unscaled(scaler: Any) -> bool:
+    """Whether `scaler` stands between unscale_ and update, where nothing may be saved."""
+    states = _states(scaler) or {}
+    return any(state["stage"].name != "READY" for state in list(states.values()))
+
+
+def forget_unscaled(scaler: Any, optimizers: Iterable[Optimizer]) -> None:
+    """Let `scaler` unscale `optimizers` again: the gradients it has unscaled are thrown away."""
+    states = _states(scaler) or {}
+    for optimizer in optimizers:
+        states.pop(id(optimizer), None)
+
+
+def _explain(norm: float, scaler: Any) -> str:
+    hint = ""
+    if scaler is not None:
+        hint = (
+            f" (the GradScaler's scale is {scaler.get_scale():g}; while it searches its scale an "
+            f'overflow is normal, and nonfinite="skip_window" lets it)'
+        )
+    return (
+        f"the gradient of the window is not finite: its norm is {norm}{hint}. The gradients are "
+        f"left in place to be looked at; accum.discard() throws the window away"
+    )

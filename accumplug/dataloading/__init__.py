@@ -1,0 +1,1 @@
+"""Where a run is in its data, and how another process gets to the same place."""

@@ -1,0 +1,1 @@
+"""One file for each framework, imported only where it is used."""

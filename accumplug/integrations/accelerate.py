@@ -1,0 +1,312 @@
+"""Loops that have an Accelerator. The only file that knows Accelerate.
+
+Read from accelerate 1.15: what the rest of such a loop looks at is
+`gradient_state.sync_gradients` (optimizer, scheduler and zero_grad of prepared objects are
+no-ops without it), and it divides the loss in `accelerator.backward`.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from accumplug.core.options import Options, inner
+from accumplug.loop.unsupported import ENGINE
+
+_MISSING = object()
+
+
+class AccelerateHost:
+    """Makes an Accelerator follow a window for the length of a block."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        backward: Callable[..., None],
+        options: Options,
+        steps: int | Callable[[int], int],
+    ) -> None:
+        _refuse(accelerator, options, steps)
+        self.accelerator = accelerator
+        self.takes_step = bool(options.optimizers)
+        self.grad_norm: Tensor | None = None
+        """What the loop's clip in the closing block returned."""
+        self.stepped = False
+        """Whether an optimizer of the loop has stepped in the closing block."""
+        self._clipped: tuple[float, float] | None = None
+        self._clipped_value: float | None = None
+        self._state = accelerator.gradient_state
+        self._finish: Callable[[], None] = _nothing
+        self._kept: dict[str, Any] = {}
+        self._sync_before = True
+        self._step_seen: int | None = accelerator.step
+        self._loader: Callable[[], Any] = lambda: None
+        self._hooks: list[Any] = []
+        self._warned = False
+        self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        common = {"backward": backward, "accumulate": _refuse_accumulate}
+        quiet = {
+            "clip_grad_norm_": _no_norm,
+            "clip_grad_value_": _nothing,
+            "unscale_gradients": _nothing,
+        }
+        self._open = common | quiet
+        self._closing: dict[str, Any] = common | {
+            "clip_grad_norm_": self._clip,
+            "clip_grad_value_": self._clip_value,
+        }
+        if self.takes_step:
+            taken = _nothing if options.max_grad_norm is not None else _refuse_clip
+            self._closing = self._open | {"clip_grad_norm_": taken, "clip_grad_value_": taken}
+        self._forget_step_on_load()
+
+    def models(self) -> list[nn.Module]:
+        """The models that were prepared."""
+        return list(self.accelerator._models)
+
+    def enter(self, closes: bool, finish: Callable[[], None]) -> None:
+        """Put the Accelerator into the state of a micro-batch.
+
+        `finish` runs before the loop clips or steps in one that closes.
+        """
+        self._finish = finish
+        if self._step_seen is not None and self.accelerator.step != self._step_seen:
+            raise RuntimeError(
+                f"accelerator.accumulate was used beside accum (accelerator.step went from "
+                f"{self._step_seen} to {self.accelerator.step}): two counters can't own one "
+                f"window. Use `with accum(model):` in its place"
+            )
+        self._step_seen = self.accelerator.step
+        if closes and not self.takes_step:
+            self._refuse_shared_scaler()
+            self.grad_norm, self.stepped = None, False
+            self._clipped = self._clipped_value = None
+            self._watch_steps()
+            self.before_step(finish)
+        attributes = vars(self.accelerator)
+        patches = self._closing if closes else self._open
+        self._kept = {name: attributes.get(name, _MISSING) for name in patches}
+        self._sync_before = self._state.sync_gradients
+        attributes.update(patches)
+        self._state._set_sync_gradients(closes and not self.takes_step)
+
+    def exit(self) -> None:
+        """Give the Accelerator back what it had."""
+        attributes = vars(self.accelerator)
+        for name, value in self._kept.items():
+            if value is _MISSING:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
+        nested = self._kept.get("backward", _MISSING) is not _MISSING
+        if nested or self.takes_step:  # else it stays, for a step after the block
+            self._state._set_sync_gradients(self._sync_before)
+        self._kept = {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def void(self) -> None:
+        """The window has no weight: what the loop does when it closes must not happen."""
+        vars(self.accelerator).update(self._open)
+        self._state._set_sync_gradients(False)
+
+    def at_end(self) -> bool:
+        """Whether the loader that feeds the loop has handed out its last batch.
+
+        It is the innermost one that is being iterated at the first micro-batch of a pass, and
+        stays it while its pass lasts. A loop that was left by `break` leaves its loader
+        registered for good, but the generator behind it is gone.
+        """
+        active = [loader for loader in self._state.dataloader_references if loader is not None]
+        loader = self._loader()
+        if not any(loader is one for one in active):
+            once = {id(one): one for one in active}.values()  # one left by break is listed twice
+            running = [one for one in once if self._runs(one, active)]
+            if not running:
+                return False
+            if len(running) > 1 and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{len(running)} prepared loaders are being iterated over; windows follow the "
+                    f"innermost. `for batch in accum.batches(loader)` says which one it is",
+                    stacklevel=5,
+                )
+            loader = running[-1]
+            self._loader = weakref.ref(loader)
+        return bool(loader.end_of_dataloader)
+
+    def _runs(self, loader: Any, active: list[Any]) -> bool:
+        """Whether somebody is iterating over `loader`; looked up once for each of its starts."""
+        starts = sum(one is loader for one in active)
+        if self._left.get(loader) == starts:
+            return False
+        for referrer in gc.get_referrers(loader):
+            generates = inspect.isgenerator(referrer) and referrer.gi_frame is not None
+            if generates or (inspect.isframe(referrer) and referrer.f_code.co_name == "__iter__"):
+                return True
+        self._left[loader] = starts
+        return False
+
+    def was_skipped(self) -> bool:
+        """Whether the scaler kept the loop's optimizers from stepping in the block that closed."""
+        return not self.stepped and any(o.step_was_skipped for o in self.accelerator._optimizers)
+
+    def clip_values(self) -> list[float]:
+        """How this rank's loop clipped, to be summed over the ranks."""
+        if self.takes_step:
+            return []
+        norm = [0.0, 0.0, 0.0] if self._clipped is None else [1.0, *self._clipped]
+        value = [0.0, 0.0] if self._clipped_value is None else [1.0, self._clipped_value]
+        return [*norm, *value, float(self.stepped or self.was_skipped())]
+
+    def take_step(
+        self,
+        clips: float,
+        max_norms: float,
+        norm_types: float,
+        value_clips: float,
+        values: float,
+        _: float,
+    ) -> None:
+        """Do for a rank without data what the loop does on the others.
+
+        `clips` of them have clipped by norm, `value_clips` by value; the sums of what they have
+        clipped by say how.
+        """
+        self._state._set_sync_gradients(True)
+        if (count := float(value_clips)) > 0:
+            parameters = [p for model in self.models() for p in model.parameters()]
+            self.accelerator.clip_grad_value_(parameters, float(values) / count)
+        if (count := float(clips)) > 0:
+            parameters = [p for model in self.models() for p in model.parameters()]
+            self.grad_norm = self.accelerator.clip_grad_norm_(
+                parameters, float(max_norms) / count, float(norm_types) / count
+            )
+        for prepared in (*self.accelerator._optimizers, *self.accelerator._schedulers):
+            prepared.step()
+        for optimizer in self.accelerator._optimizers:
+            optimizer.zero_grad()
+        self._state._set_sync_gradients(False)
+
+    def before_step(self, function: Callable[[], None]) -> None:
+        """Let `function` run when the loop steps its first optimizer in this block."""
+
+        def run(*_: Any) -> None:
+            function()
+
+        for optimizer in self.accelerator._optimizers:
+            self._hooks.append(inner(optimizer).register_step_pre_hook(run))
+
+    def let_step(self) -> None:
+        """Let the loop take a step outside of a block."""
+        self.grad_norm, self.stepped = None, False
+        self._state._set_sync_gradients(True)
+
+    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        self._finish()
+        self._clipped = (float(max_norm), float(norm_type))
+        norm = Accelerator.clip_grad_norm_(self.accelerator, parameters, max_norm, norm_type)
+        self.grad_norm = norm.detach().clone() if isinstance(norm, Tensor) else norm
+        return norm
+
+    def _clip_value(self, parameters: Any, clip_value: float) -> None:
+        self._finish()
+        self._clipped_value = float(clip_value)
+        Accelerator.clip_grad_value_(self.accelerator, parameters, clip_value)
+
+    def _watch_steps(self) -> None:
+        def saw(*_: Any) -> None:
+            self.stepped = True
+
+        for optimizer in self.accelerator._optimizers:
+            self._hooks.append(inner(optimizer).register_step_post_hook(saw))
+
+    def _forget_step_on_load(self) -> None:
+        # load_state brings back the `step` of the run that saved, which is not a use of accumulate
+        this = weakref.ref(self)
+
+        def forget(models: Any, directory: Any) -> None:
+            if (loop := this()) is not None:
+                loop._step_seen = None
+
+        handle = self.accelerator.register_load_state_pre_hook(forget)
+        weakref.finalize(self, handle.remove)
+
+    def _refuse_shared_scaler(self) -> None:
+        scaler = self.accelerator.scaler
+        if scaler is not None and scaler.is_enabled() and len(self.accelerator._optimizers) > 1:
+            raise ValueError(
+                f"{len(self.accelerator._optimizers)} prepared optimizers share one GradScaler: "
+                f"each optimizer.step() of Accelerate updates it, so the second one is unscaled "
+                f"twice. Let accum take the step: Accumulator(..., optimizer=[...])"
+            )
+
+
+def _refuse(accelerator: Accelerator, options: Options, steps: int | Callable[[int], int]) -> None:
+    """Raise ValueError for an Accelerator that a window can't be made right with."""
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(ENGINE)
+    own = accelerator.gradient_accumulation_steps
+    if own not in (1, steps):
+        raise ValueError(
+            f"the Accelerator was built with gradient_accumulation_steps={own}, the Accumulator "
+            f"with steps={steps}; leave it at 1 in the Accelerator"
+        )
+    if options.tail == "flush" and not accelerator.gradient_state.sync_with_dataloader:
+        raise ValueError(
+            "the Accelerator was built with sync_with_dataloader=False, which carries a window "
+            'over the end of the data; say tail="carry" (or "drop"), or leave it at True'
+        )
+    if options.scaler is not None and not options.optimizers:
+        raise ValueError(
+            "scaler= beside an Accelerator, whose optimizers would not use it; let accum take the "
+            "step (optimizer=...), or let the Accelerator make its own scaler"
+        )
+    fp16 = accelerator.mixed_precision == "fp16"
+    if fp16 and accelerator.scaler is None and options.scaler is None:
+        raise ValueError(
+            'mixed_precision="fp16" on this device trains in fp32 without saying so (Accelerate '
+            'makes no scaler and no autocast here). Use "bf16", or "no" with your own '
+            'torch.autocast("cpu", torch.float16) and scaler=torch.amp.GradScaler("cpu")'
+        )
+    fused = any(hasattr(inner(o), "_step_supports_amp_scaling") for o in accelerator._optimizers)
+    if fused and accelerator.scaler is not None and not options.optimizers:
+        warnings.warn(
+            "a fused optimizer under a GradScaler hides from Accelerate that an update was "
+            "skipped: the scheduler would tick. Let accum take the step: "
+            "Accumulator(..., optimizer=...)",
+            stacklevel=4,
+        )
+
+
+def _refuse_accumulate(*models: Any) -> Any:
+    raise RuntimeError(
+        "accelerator.accumulate inside of accum: two counters can't own one window. "
+        "`with accum(model):` takes its place"
+    )
+
+
+def _refuse_clip(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "accum takes the step (optimizer= was given), so the loop can't clip before it; give the "
+        "Accumulator max_grad_norm= instead"
+    )
+
+
+def _no_norm(*args: Any, **kwargs: Any) -> Tensor:
+    """Clip nothing: the sum is not finished. nan, as there is no norm yet."""
+    return torch.tensor(float("nan"))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: the sum is not finished."""

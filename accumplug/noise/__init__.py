@@ -1,0 +1,1 @@
+"""The gradient noise scale, and a schedule that follows it."""

@@ -1,0 +1,1 @@
+"""The only files that know the wrappers of data-parallel models."""

@@ -1,0 +1,102 @@
+"""What a directory holds, for people: position, ranks, files, and whether they are whole.
+
+python -c "from accumplug.storage.inspect import describe; print(describe('runs/a'))"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from accumplug.errors import CheckpointError
+from accumplug.storage.layout import Checkpoint, faults, list_checkpoints, open_checkpoint
+from accumplug.storage.manifest import FORMAT, MANIFEST, order_of
+from accumplug.storage.retention import REMOVING, WRITING
+
+
+def inspect_command(path: str | os.PathLike[str], verify: bool = False) -> tuple[str, int]:
+    """The text for `path` and an exit code: 0 whole, 1 something is damaged, 2 no checkpoint.
+
+    `path` is one checkpoint or a directory of several. `verify` reads every byte; otherwise the
+    files' presence and sizes are looked at.
+    """
+    path = Path(path)
+    if (order_of(path.name) or os.path.lexists(path / MANIFEST)) and path.is_dir():
+        text, whole = _report(path, verify)
+        return text, 0 if whole else 1
+    try:
+        found = list_checkpoints(path)
+    except CheckpointError as error:
+        return str(error), 2
+    if not found:
+        return f"{path}: no checkpoint here, nor a directory of checkpoints", 2
+    reports = [_report(checkpoint, verify) for checkpoint in found]
+    newest = next(
+        (at.name for at, (_, w) in zip(found[::-1], reports[::-1], strict=True) if w), None
+    )
+    texts = [text for text, _ in reports]
+    texts += [f"{name}: unfinished, the next run here removes it" for name in _unfinished(path)]
+    texts.append(f"newest whole: {newest}")
+    return "\n\n".join(texts), 0 if all(whole for _, whole in reports) else 1
+
+
+def describe(path: str | os.PathLike[str], verify: bool = False) -> str:
+    """The text of `inspect_command`."""
+    return inspect_command(path, verify)[0]
+
+
+def _unfinished(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.startswith((WRITING, REMOVING)))
+
+
+def _report(path: Path, verify: bool) -> tuple[str, bool]:
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        return f"{path}\n  DAMAGED\n    {error}", False
+    wrong = list(faults(checkpoint, full=verify))
+    lines = [str(path), *(f"  {key:<12} {value}" for key, value in _facts(checkpoint))]
+    lines += _files(checkpoint)
+    if wrong:
+        lines += ["  DAMAGED", *(f"    {fault}" for fault in wrong)]
+    elif verify:
+        lines.append("  whole (every byte checked)")
+    else:
+        lines.append("  whole (presence and sizes; --verify checks every byte)")
+    return "\n".join(lines), not wrong
+
+
+def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    manifest = checkpoint.manifest
+    position = dict(manifest.position)
+    facts = [(key, _plain(position.pop(key))) for key in ("update", "micro_batch")]
+    if {"pending", "steps"} <= position.keys():
+        pending, steps = _plain(position.pop("pending")), _plain(position.pop("steps"))
+        inside = f"{pending} of {steps} micro-batches"
+        facts.append(("window", "none is open" if pending == "0" else inside))
+    facts += [(_plain(key), _plain(value)) for key, value in position.items()]
+    facts.append(("ranks", f"{manifest.world_size}"))
+    facts.append(("written by", f"accumplug {_plain(manifest.version)}, format {FORMAT}"))
+    return facts
+
+
+def _plain(value: Any) -> str:
+    """JSON in one line of ASCII: what a stranger wrote can't drive the terminal."""
+    text = json.dumps(value)[1:-1] if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _files(checkpoint: Checkpoint) -> list[str]:
+    entries = checkpoint.manifest.files
+    width = max((len(name) for name in entries), default=0)
+    lines = [f"  {'files':<12} {len(entries)}, {_size(sum(e.size for e in entries.values()))}"]
+    return lines + [f"    {n:<{width}}  {_size(e.size):>9}" for n, e in entries.items()]
+
+
+def _size(size: int) -> str:
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if size >= 10**power:
+            return f"{size / 10**power:.1f} {unit}"
+    return f"{size} B"

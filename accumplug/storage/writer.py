@@ -1,0 +1,106 @@
+"""A thread that writes checkpoints while the loop goes on, one at a time."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from accumplug.storage.commit import Job, Place, write
+from accumplug.storage.files import FileEntry
+from accumplug.storage.manifest import name_of
+from accumplug.storage.retention import remove_leftovers
+
+
+class Writer:
+    """Writes checkpoints into `directory`, this rank's share of each.
+
+    Every rank submits the same saves in the same order. The tensors of a job must not change
+    until `wait` returns or the next `submit` does. With more than one rank they need a `token`
+    that is the same on all of them and new in each run; the directory is one they all see.
+
+        writer = Writer("runs/a", keep=2)
+        writer.submit(Job({"update": 3, "micro_batch": 52}, {"model": encode(model.state_dict())}))
+        ...                 # the loop goes on
+        writer.check()      # raises if the write has failed, doesn't wait
+        writer.close()
+
+    A failure is raised once, as a RuntimeError, by whichever of `check`, `submit`, `wait` and
+    `close` comes next. `last` is the newest checkpoint that this writer made whole (rank 0).
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        rank: int = 0,
+        world_size: int = 1,
+        token: str | None = None,
+        background: bool = True,
+        patience: float = 600.0,
+    ) -> None:
+        if token is None:
+            if world_size > 1:
+                raise ValueError(f"{world_size} ranks need one token that all of them are given")
+            token = secrets.token_hex(8)
+        self.place = Place(Path(directory), token, rank, world_size, keep, patience)
+        self.background = background
+        self.last: Path | None = None
+        self.files: dict[str, FileEntry] = {}
+        """What is on disk of this rank's parts, by name, as far as it knows."""
+        self._number = 0
+        self._thread: threading.Thread | None = None
+        self._failure: tuple[Job, Exception] | None = None
+        self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is in flight."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, job: Job) -> None:
+        """Starts to write, after waiting for the write before it."""
+        if self._closed:
+            raise RuntimeError(f"the writer of {self.place.directory} is closed")
+        self.wait()
+        self._number += 1
+        if self.background:
+            # Not a daemon: a program that ends normally still finishes its last checkpoint.
+            self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint")
+            self._thread.start()
+        else:
+            self._write(job)
+            self.check()
+
+    def check(self) -> None:
+        """Raises the failure of a write that has ended; never waits."""
+        if self._failure is not None and not self.busy:
+            (job, error), self._failure = self._failure, None
+            name = name_of(job.position["update"], job.position["micro_batch"])
+            raise RuntimeError(
+                f"the checkpoint {name} in {self.place.directory} was not written: {error} "
+                f"(the ones before it are untouched)"
+            ) from error
+
+    def wait(self) -> Path | None:
+        """Waits until nothing is in flight; returns `last`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+        return self.last
+
+    def close(self) -> None:
+        """Waits, and takes no more. Closing twice is fine."""
+        self._closed = True
+        self.wait()
+
+    def _write(self, job: Job) -> None:
+        try:
+            if self._number == 1 and self.place.rank == 0:
+                remove_leftovers(self.place.directory, self.place.token)
+            self.last = write(self.place, job, self._number, self.files) or self.last
+        except Exception as error:
+            self._failure = job, error
