@@ -1,6 +1,7 @@
-"""What every test starts from: the same seed, one thread, no state of Accelerate left over."""
+"""What every test starts from, and the markers: by folder, fixture and measured duration."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,25 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+HERE = Path(__file__).parent
+SLOW = frozenset((HERE / "slow.txt").read_text().split())
+"""Test functions that take more than 0.7 s, all their cases together."""
+FOLDERS = {"ranks": "ranks", "recipes": "recipes", "docs": "slow", "cuda": "cuda"}
+FOLDERS |= {"simulated_cuda": "slow"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test; `quick` is what has no other of these marks."""
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0]
+        marks = {FOLDERS[folder]} if folder in FOLDERS else set()
+        if "ranks" in getattr(item, "fixturenames", ()):
+            marks.add("ranks")
+        if getattr(item, "originalname", item.name) in SLOW:
+            marks.add("slow")
+        for mark in marks or {"quick"}:
+            item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)
