@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import elastic, window_state
-from accumplug.checkpoint.coordination import Store
+from accumplug.checkpoint.coordination import RankStore
 from accumplug.checkpoint.load import Position, find
-from accumplug.checkpoint.save_policy import Turns
-from accumplug.checkpoint.save_schedule import Pace
-from accumplug.checkpoint.signals import lasting_workers
+from accumplug.checkpoint.save_policy import SavePolicy
+from accumplug.checkpoint.save_schedule import SaveSchedule
+from accumplug.checkpoint.signals import protect_workers
 from accumplug.checkpoint.snapshot import Snapshot
-from accumplug.checkpoint.train_state import State, find_subject
+from accumplug.checkpoint.train_state import State, find_train_state
 from accumplug.dataloading.position import Order
 from accumplug.errors import CheckpointError
 from accumplug.loop.data_pass import DataPassState, SyncPoint
@@ -81,15 +81,15 @@ class Checkpointer:
         self.directory = Path(directory)
         self._accum = accum
         self._order = Order(loader, self._making_workers)
-        self._subject = find_subject(accum, model, stateful)
+        self._train_state = find_train_state(accum, model, stateful)
         self._kinds = tuple(signals)
-        self._pace = Pace(accum, every, every_seconds)
+        self._schedule = SaveSchedule(accum, every, every_seconds)
         ranks = accum._ranks
-        self._store = Store(ranks, self.directory) if ranks.size > 1 else None
-        self._turns = Turns(
-            accum, self._pace, signals, self._store, self._save, self._finish, self._moved
+        self._store = RankStore(ranks, self.directory) if ranks.size > 1 else None
+        self._policy = SavePolicy(
+            accum, self._schedule, signals, self._store, self._save, self._finish, self._moved
         )
-        self._snapshot = Snapshot(accum, self._subject, self._order, ranks.rank, background)
+        self._snapshot = Snapshot(accum, self._train_state, self._order, ranks.rank, background)
         self._writer = Writer(
             directory,
             keep=keep,
@@ -106,14 +106,14 @@ class Checkpointer:
         """Why a save was not written, until the loop is told."""
         accum._keeper = self
         accum._before_block.append(self._before_block)
-        accum._after_block.append(self._turns.block_ended)
+        accum._after_block.append(self._policy.block_ended)
 
     # -- what a run calls ----------------------------------------------------------------------
 
     @property
     def interrupted(self) -> bool:
         """Whether a signal has ended the pass, and the run was saved for it."""
-        return self._turns.interrupted
+        return self._policy.interrupted
 
     def save(self) -> Path:
         """Save now, and wait until it is on disk. Between two blocks; all ranks have to call it."""
@@ -189,11 +189,11 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, and let go of the Accumulator and of the signals. Closing twice is fine."""
         accum = self._accum
-        self._turns.signals.restore()
+        self._policy.signals.restore()
         if accum._keeper is self:
             accum._keeper = None
             accum._before_block.remove(self._before_block)
-            accum._after_block.remove(self._turns.block_ended)
+            accum._after_block.remove(self._policy.block_ended)
         try:
             self._writer.close()
         finally:
@@ -214,7 +214,7 @@ class Checkpointer:
 
     def open_pass(self, feed: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
         """The items of a pass, from where it is to go on."""
-        if self._turns.interrupted:
+        if self._policy.interrupted:
             raise RuntimeError(
                 "the run was interrupted and saved; leave the loop: if checkpoint.interrupted: "
                 "break"
@@ -222,20 +222,20 @@ class Checkpointer:
         state, self._feed_state = self._feed_state, None
         self._accum._feed = feed
         if self._order.begun and state is not None:
-            window_state.put_feed(state, feed)
+            window_state.restore_pass(state, feed)
         else:
             self._accum.position = 0
         return self._order.open(loader, self._accum.position)
 
-    def must_stop(self, meeting: SyncPoint) -> bool:
+    def must_stop(self, sync_point: SyncPoint) -> bool:
         """Whether the pass has to end before the next block."""
-        return self._turns.must_stop(meeting)
+        return self._policy.must_stop(sync_point)
 
     def after_body(self) -> bool:
         """The loop has come back for the next item; whether the pass has to end."""
         self._order.moved(self._accum.position)
-        self._turns.loop_came_back()
-        return self._turns.interrupted
+        self._policy.loop_came_back()
+        return self._policy.interrupted
 
     # -- what accum calls ----------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Checkpointer:
         self._raise_failed()
         if self._accum._feed is None:
             self._refuse_unseen_data()
-            self._turns.loop_came_back()
+            self._policy.loop_came_back()
         self._order.settle()
 
     # -- saving and loading --------------------------------------------------------------------
@@ -263,9 +263,9 @@ class Checkpointer:
         self._refuse_foreign_directory()
         if (last := self._written()) is not None:
             self._source = last
-        more: State = {"count": self._pace.count, "steps": self._accum.steps}
+        more: State = {"count": self._schedule.count, "steps": self._accum.steps}
         job = self._snapshot.take(self._source, more | {"noise": self._noise()})
-        self._turns.saved()
+        self._policy.saved()
         self._saved_at = self._here()
         try:
             self._writer.submit(job)
@@ -295,17 +295,17 @@ class Checkpointer:
         """Load what a run on `world` ranks has saved."""
         accum, ranks = self._accum, self._accum._ranks
         others = parts.get(f"objects-{ranks.rank % world}", {})
-        self._subject.check(parts["progress"], others)
+        self._train_state.check(parts["progress"], others)
         if world == ranks.size:
             own = parts[f"rank-{ranks.rank}"]
         else:
             states = [parts[f"rank-{rank}"] for rank in range(world)]
-            own = elastic.take_over(states, accum, self._subject)
-        self._subject.load(parts["model"], parts["optimizer"], parts["progress"])
-        self._subject.load_others(others)
-        window_state.put(own, accum, self._subject, self._order)
+            own = elastic.redistribute(states, accum, self._train_state)
+        self._train_state.load(parts["model"], parts["optimizer"], parts["progress"])
+        self._train_state.load_objects(others)
+        window_state.restore(own, accum, self._train_state, self._order)
         self._feed_state = own["feed"]
-        self._turns.start_at(own["count"])
+        self._policy.start_at(own["count"])
         self._load_noise(own.get("noise"))
 
     def _noise(self) -> State | None:
@@ -328,7 +328,7 @@ class Checkpointer:
     def _making_workers(self, loader: Any) -> Iterator[None]:
         if getattr(loader, "num_workers", 0):
             self.wait()  # a process must not fork while another thread of it holds locks
-        with lasting_workers(loader, self._kinds):
+        with protect_workers(loader, self._kinds):
             yield
 
     def _whole(self, path: Path | None) -> Path:
@@ -337,7 +337,7 @@ class Checkpointer:
         return path
 
     def _refuse_unseen_data(self) -> None:
-        if self._order.loader is None and not self._turns.counts_blocks:
+        if self._order.loader is None and not self._policy.counts_blocks:
             return
         raise RuntimeError(
             "the place in the data is not known, as the loop goes through it by itself; let it go "

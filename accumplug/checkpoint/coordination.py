@@ -1,16 +1,18 @@
 """How ranks agree on where they save, without a collective: through the process group's store.
 
-Between two meetings of the ranks (a window that closes, a pass that begins) nothing of one rank
-reaches another. So any places of theirs between the same two meetings go together in a
-checkpoint, and it takes this much talk:
+Between two sync points (a window that closes, a pass that begins) nothing of one rank reaches
+another. So any positions of the ranks between the same two sync points form a consistent
+checkpoint, and two rules are enough:
 
-* Before a meeting all ranks have made the same number of saves. A rank whose data end early
-  can't know how many the others make in the window, and waits for them anyway (`Meetings`).
-* A save that some rank asks for at any time (a signal, a clock) is made by all of them at one
-  micro-batch: they wait for each other at the ends of blocks, and the furthest one decides
-  (`Request`). It decides the save's number as well: one that will make no more micro-batches
-  before the meeting first makes those that it lacks. A rank gives up to wait after a while, in
-  case another one is in a collective that needs this one, and tries again after the next block.
+* All ranks have made the same number of saves when they reach a sync point. A rank whose data end
+  early cannot know how many saves the others make in the window, so it waits for them
+  (`SaveCounts`).
+* A save that one rank asks for (a signal, a clock) is made by all of them at one micro-batch: they
+  wait for each other at the end of a block, and the furthest rank sets the target
+  (`SharedRequest`). It sets the number of that save as well: a rank that runs no more micro-batches
+  before the sync point first makes the saves that it lacks. A rank stops waiting after a short
+  time, since another rank may be in a collective that needs this one, and tries again after the
+  next block.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LOOK = 0.05  # seconds between two looks at the store for what others ask; one c
 PATIENCE = 0.5  # seconds that a rank waits for the others at the end of a block, and 2 blocks more
 
 
-class Store:
+class RankStore:
     """A part of the process group's store for one Checkpointer on all its ranks."""
 
     def __init__(self, ranks: DataParallelGroup, directory: Path) -> None:
@@ -71,85 +73,85 @@ class Store:
         return self.share(secrets.token_hex(8))
 
 
-class Meetings:
-    """Lets all ranks make the same number of saves before they meet."""
+class SaveCounts:
+    """Makes all ranks reach a sync point with the same number of saves."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RankStore) -> None:
         self._store = store
-        self._met = 0
+        self._passed = 0
         self.saves = 0
-        """How many this rank has made."""
+        """Saves of this rank so far."""
         self._arrived = False
-        self._tell()
+        self._publish()
 
     def saved(self) -> None:
         """This rank has made one more save."""
         self.saves += 1
-        self._tell()
+        self._publish()
 
-    def arrive(self) -> None:
-        """The ranks meet next, and this one will make no save before that, but in `catch_up`."""
+    def reach_sync_point(self) -> None:
+        """A sync point comes next; until then this rank saves only in `catch_up`."""
         self._arrived = True
-        self._tell()
+        self._publish()
 
     def catch_up(self, save: Callable[[], None], meanwhile: Callable[[], bool]) -> bool:
-        """Make the saves that others make while this rank waits for them; whether all are here.
+        """Make the saves that other ranks make while this one waits for them at a sync point.
 
-        It is over too when `meanwhile()` says so.
+        Returns whether all ranks have reached it; False as soon as `meanwhile()` is true.
         """
         others = [rank for rank in range(self._store.size) if rank != self._store.rank]
         while others:
-            told = [self._heard(rank) for rank in others]
+            told = [self._read(rank) for rank in others]
             if max(saves for _, saves in told) > self.saves:
                 save()
                 continue
-            others = [r for r, (met, _) in zip(others, told, strict=True) if met <= self._met]
+            others = [r for r, (met, _) in zip(others, told, strict=True) if met <= self._passed]
             if others and meanwhile():
                 return False
             if others:
                 time.sleep(0.002)
         return True
 
-    def meet(self) -> None:
-        """The ranks meet now."""
-        self._met += 1
+    def pass_sync_point(self) -> None:
+        """The ranks are at the sync point."""
+        self._passed += 1
         self._arrived = False
 
-    def _tell(self) -> None:
-        met = self._met + self._arrived
+    def _publish(self) -> None:
+        met = self._passed + self._arrived
         self._store.set(f"saves/{self._store.rank}", f"{met} {self.saves}")
 
-    def _heard(self, rank: int) -> tuple[int, int]:
+    def _read(self, rank: int) -> tuple[int, int]:
         met, saves = self._store.get(f"saves/{rank}").split()
         return int(met), int(saves)
 
 
-class Request:
-    """Something that a rank asks all of them to do at one micro-batch of the same window."""
+class SharedRequest:
+    """A request of one rank that all of them carry out at one micro-batch of the same window."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RankStore) -> None:
         self._store = store
         self._done = 0
         self._round = 0
         self.target: int | None = None
-        """The micro-batch after the last meeting that the ranks have agreed on."""
+        """The micro-batch, counted from the last sync point, that the ranks have agreed on."""
         self.saves = 0
-        """How many saves all ranks have made before that."""
+        """Saves that all ranks have made before that."""
         self._looked = 0.0
         self._left = time.monotonic()
         self._block = 0.0
         self.known: str | None = None
-        """What is asked for, as soon as this rank knows."""
+        """The request, as soon as this rank knows of it."""
 
     def ask(self, what: str) -> None:
-        """Ask for `what`, unless something else is asked for; that is done first."""
+        """Ask for `what`; another request that is open is carried out first."""
         self.known = self._store.first(f"ask/{self._done}", what)
 
     def is_time(self, index: int, saves: int, meets: bool) -> bool:
-        """Whether this rank, `index` micro-batches after the last meeting and with so many `saves`,
-        is where `known` is to be done.
+        """Whether `known` is to be carried out now.
 
-        `meets`: the ranks meet next, so it is done here at the latest.
+        `index`: micro-batches of this rank since the last sync point. `saves`: its saves so far.
+        `meets`: a sync point comes next, so it is carried out here at the latest.
         """
         now = time.monotonic()
         self._block, self._left = now - self._left, now
@@ -160,17 +162,17 @@ class Request:
         if self.known is None:
             return False
         if self.target is None:
-            self._meet(index, saves)
+            self._agree_on_target(index, saves)
             self._left = time.monotonic()
         return self.target is not None and (meets or index >= self.target)
 
     def done(self) -> None:
-        """It has been done."""
+        """It has been carried out."""
         self._done += 1
         self._round, self.target, self.known = 0, None, None
 
-    def _meet(self, index: int, saves: int) -> None:
-        """Wait for the others; if all are here, set the target."""
+    def _agree_on_target(self, index: int, saves: int) -> None:
+        """Wait for the other ranks; if all are here, set the target."""
         deadline = time.monotonic() + PATIENCE + min(2 * self._block, 30.0)
         while True:
             at = f"{self._done}/{self._round}"
@@ -178,7 +180,7 @@ class Request:
                 break
             if self._store.get(f"verdict/{at}") == "all":
                 break
-            self._round += 1  # somebody gave up before this rank came
+            self._round += 1  # a rank stopped waiting before this one came
         self._store.set(f"place/{at}/{self._store.rank}", f"{index} {saves}")
         verdict = ""
         if self._store.add(f"count/{at}") == self._store.size:

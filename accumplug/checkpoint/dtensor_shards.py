@@ -96,20 +96,20 @@ def read(checkpoint: Checkpoint, name: str, ranks: DataParallelGroup) -> Any:
         raise CheckpointError(f"{checkpoint.path}: the ranks' {name} differ ({error!r})") from error
 
 
-def deal(olds: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """The running sums that a rank goes on with where another number of ranks had `olds`.
+def deal(saved_ranks: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """The running sums that a rank goes on with where another number of ranks had `saved_ranks`.
 
     Shards are taken from all of them. Of those that each rank has of the whole model (while the
     reduction is deferred) this one was handed its `own`, or none: then they are zeros, since all
     ranks reduce the same ones.
     """
-    whole = own or [{}] * len(olds[0])
+    whole = own or [{}] * len(saved_ranks[0])
     return [
         {
             name: grad if isinstance(grad, Pieces) else mine.get(name, torch.zeros_like(grad))
             for name, grad in each.items()
         }
-        for each, mine in zip(join(olds), whole, strict=True)
+        for each, mine in zip(join(saved_ranks), whole, strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accumplug.checkpoint import dtensor_shards
-from accumplug.checkpoint.coordination import Store
+from accumplug.checkpoint.coordination import RankStore
 from accumplug.errors import CheckpointError
 from accumplug.parallel.group import DataParallelGroup
 from accumplug.storage.layout import Checkpoint, newest, open_checkpoint, read_part
@@ -42,7 +42,7 @@ class Found:
     passed: tuple[str, ...]
 
 
-def find(directory: Path, ranks: DataParallelGroup, store: Store | None) -> Found:
+def find(directory: Path, ranks: DataParallelGroup, store: RankStore | None) -> Found:
     """Read the newest checkpoint that is whole for all ranks; rank 0 looks for it."""
     skip: dict[str, str] = {}
     passed: tuple[str, ...] = ()

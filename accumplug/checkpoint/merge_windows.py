@@ -21,7 +21,7 @@ from accumplug.core.window import Window
 from accumplug.dataloading.resharding import spread, turn
 
 
-class Old:
+class SavedRank:
     """What one rank of the run that saved has left."""
 
     def __init__(self, state: State) -> None:
@@ -48,7 +48,7 @@ class Old:
 
 
 @dataclass(frozen=True)
-class Share:
+class WindowSplit:
     """How the open window is divided."""
 
     rank: int
@@ -59,17 +59,17 @@ class Share:
     indices: list[int]
     """How many of these count as run by each new rank. More on rank 0 than on others, if not the
     same: who has run none has no window, and can't hold a sum."""
-    lefts: list[int]
+    remaining: list[int]
     """How many each new rank has to run."""
 
     @staticmethod
-    def of(olds: Sequence[Old], rank: int, size: int, steps: int) -> Share:
-        done = sum(old.index for old in olds)
+    def of(saved_ranks: Sequence[SavedRank], rank: int, size: int, steps: int) -> WindowSplit:
+        done = sum(old.index for old in saved_ranks)
         indices = [done // size + (r < done % size) for r in range(size)]
-        planned = any(old.plan for old in olds)
-        left = sum(old.left for old in olds) if planned else steps * size - done
-        lefts = [left // size + (r >= size - left % size) for r in range(size)]
-        return Share(rank, steps, done, indices, lefts if done else [0] * size)
+        planned = any(old.plan for old in saved_ranks)
+        left = sum(old.left for old in saved_ranks) if planned else steps * size - done
+        remaining = [left // size + (r >= size - left % size) for r in range(size)]
+        return WindowSplit(rank, steps, done, indices, remaining if done else [0] * size)
 
     @property
     def index(self) -> int:
@@ -77,34 +77,36 @@ class Share:
         return self.indices[self.rank]
 
 
-def plan_of(olds: Sequence[Old], share: Share) -> State | None:
+def plan_of(saved_ranks: Sequence[SavedRank], split: WindowSplit) -> State | None:
     """The plan of this rank, if the old ones had looked at the window and begun it."""
-    plan = next((old.plan for old in olds if old.plan), None)
-    if plan is None or not share.done:
+    plan = next((old.plan for old in saved_ranks if old.plan), None)
+    if plan is None or not split.done:
         return None
-    none = [0] * len(olds)
+    none = [0] * len(saved_ranks)
     left = sorted(
         (turn(old.deal["made"][-1]["lefts"] if old.deal["made"] else none, r, old.taken + i), r, i)
-        for r, old in enumerate(olds)
+        for r, old in enumerate(saved_ranks)
         for i in range(old.left)
     )
-    weights = [olds[r].plan["weights"][olds[r].index + i] for _, r, i in left]  # type: ignore[index]
+    weights = [saved_ranks[r].plan["weights"][saved_ranks[r].index + i] for _, r, i in left]  # type: ignore[index]
     mean = _computed(lambda total: total / plan["micro_batches"], plan["total"])
-    own = spread(weights, share.lefts)[share.rank] or [0.0]  # 0: for who stands in
-    return {**plan, "weights": [mean] * share.index + own, "left": share.lefts[share.rank]}
+    own = spread(weights, split.remaining)[split.rank] or [0.0]  # 0: for who stands in
+    return {**plan, "weights": [mean] * split.index + own, "left": split.remaining[split.rank]}
 
 
-def merge(olds: Sequence[Old], share: Share, common: bool) -> tuple[State, list[Any]]:
+def merge_windows(
+    saved_ranks: Sequence[SavedRank], split: WindowSplit, common: bool
+) -> tuple[State, list[Any]]:
     """The open window of this rank, as in `accum.state_dict`, and its running sums.
 
     `common`: all ranks have one reference.
     """
-    if not share.index:
+    if not split.index:
         return {"window": None}, []
-    size, plan = len(share.indices), plan_of(olds, share)
-    opened = [old for old in olds if old.index]
-    mine = opened[share.rank :: min(size, share.done)]
-    steps = share.steps if plan is None else len(plan["weights"])
+    size, plan = len(split.indices), plan_of(saved_ranks, split)
+    opened = [old for old in saved_ranks if old.index]
+    mine = opened[split.rank :: min(size, split.done)]
+    steps = split.steps if plan is None else len(plan["weights"])
     if plan is not None:
         divisor = _computed(lambda total: total / size, plan["total"])
     elif common:
@@ -113,7 +115,7 @@ def merge(olds: Sequence[Old], share: Share, common: bool) -> tuple[State, list[
         divisor = _computed(lambda *all_: sum(all_), *_there(old.divisor for old in mine))
     window: State = {
         "steps": steps,
-        "index": share.index,
+        "index": split.index,
         "reference": _computed(lambda one: one / steps, divisor),
         "factor": 1.0,
         "torn": None,
@@ -128,7 +130,7 @@ def merge(olds: Sequence[Old], share: Share, common: bool) -> tuple[State, list[
     }, _sums(mine, divisor)
 
 
-def _weight(mine: Sequence[Old]) -> State:
+def _weight(mine: Sequence[SavedRank]) -> State:
     """The weights of some ranks as one, with what floating point has lost of each."""
     window = Window(1)
     for old in mine:
@@ -138,7 +140,7 @@ def _weight(mine: Sequence[Old]) -> State:
     return {"weight": 0.0 if weight is None else weight, "compensation": window.compensation}
 
 
-def _sums(mine: Sequence[Old], divisor: Any) -> list[Any]:
+def _sums(mine: Sequence[SavedRank], divisor: Any) -> list[Any]:
     """By model and name: the sums of some ranks with one divisor, added."""
     models: list[Any] = []
     for old in mine:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from accumplug.accumulator import Accumulator
-from accumplug.checkpoint.coordination import Meetings, Request, Store
-from accumplug.checkpoint.save_schedule import Pace
+from accumplug.checkpoint.coordination import RankStore, SaveCounts, SharedRequest
+from accumplug.checkpoint.save_schedule import SaveSchedule
 from accumplug.checkpoint.signals import Signals
 from accumplug.loop.data_pass import SyncPoint
 from accumplug.parallel.ddp import before_forward
 
 
-class Turns:
+class SavePolicy:
     """Looks, when a block is over, whether a save is due on this rank or on all.
 
     Args:
         accum: the Accumulator whose blocks are followed.
-        pace: when a save is due by itself.
+        schedule: when a save is due by itself.
         signals: those that save and end the run.
         store: what the ranks agree through; None on one rank.
         save: takes a save of this moment.
@@ -28,9 +28,9 @@ class Turns:
     def __init__(
         self,
         accum: Accumulator,
-        pace: Pace,
+        schedule: SaveSchedule,
         signals: Sequence[int],
-        store: Store | None,
+        store: RankStore | None,
         save: Callable[[], None],
         finish: Callable[[], None],
         moved: Callable[[], bool],
@@ -39,9 +39,9 @@ class Turns:
         self.interrupted = False
         """Whether a signal has ended the pass, and the run was saved for it."""
         self._accum = accum
-        self._pace = pace
-        self._meetings = Meetings(store) if store else None
-        self._request = Request(store) if store and (signals or pace.has_clock) else None
+        self._schedule = schedule
+        self._save_counts = SaveCounts(store) if store else None
+        self._request = SharedRequest(store) if store and (signals or schedule.has_clock) else None
         self._save, self._finish, self._moved = save, finish, moved
         self._waits_for_step = False
         self._ran = self._met_at = accum.micro_batches
@@ -55,14 +55,14 @@ class Turns:
 
     def saved(self) -> None:
         """A save was taken. Said before rank 0 may wait for those who wait for it."""
-        if self._meetings is not None:
-            self._meetings.saved()
-        self._pace.saved()
+        if self._save_counts is not None:
+            self._save_counts.saved()
+        self._schedule.saved()
 
     def start_at(self, count: int) -> None:
-        """Another process has come so far, with a pace of `count`. All ranks call it."""
+        """Another process has come so far, with a schedule of `count`. All ranks call it."""
         accum = self._accum
-        self._pace.start_at(count)
+        self._schedule.start_at(count)
         self._ran = self._met_at = accum.micro_batches
         told = [float(accum.pending), float(accum.pending) ** 2]
         total, squares = (float(n) for n in accum._ranks.sum(told))
@@ -70,7 +70,7 @@ class Turns:
 
     def block_ended(self) -> None:
         """Act now, or, if the loop has its step still to take, when it has."""
-        self._pace.block_ended()
+        self._schedule.block_ended()
         accum = self._accum
         if accum.pending == 0 or accum.micro_batches == self._ran:  # closed, or met without data
             self._met_at = accum.micro_batches
@@ -84,16 +84,16 @@ class Turns:
         if self._waits_for_step:
             self._act()
 
-    def must_stop(self, meeting: SyncPoint) -> bool:
+    def must_stop(self, sync_point: SyncPoint) -> bool:
         """Whether the pass has to end before the next block."""
         self.loop_came_back()
         if self.interrupted:
             return True
-        if meeting is SyncPoint.FULL and self._uneven == self._accum.windows:
-            meeting = SyncPoint.SHORT
-        if self._meetings is not None:
-            if not self._agree(meeting) and meeting not in (SyncPoint.NONE, SyncPoint.STEP):
-                self._equal_saves(self._meetings, meeting)
+        if sync_point is SyncPoint.FULL and self._uneven == self._accum.windows:
+            sync_point = SyncPoint.SHORT
+        if self._save_counts is not None:
+            if not self._agree(sync_point) and sync_point not in (SyncPoint.NONE, SyncPoint.STEP):
+                self._equal_saves(self._save_counts, sync_point)
         elif self.signals.arrived:
             self._answer("stop")
         return self.interrupted
@@ -109,47 +109,49 @@ class Turns:
     def _act(self) -> None:
         """A block is over: do what is to be done then."""
         self._waits_for_step = False
-        if self._pace.is_due() and self._moved():
+        if self._schedule.is_due() and self._moved():
             self._save()
-        if self._meetings is not None:
+        if self._save_counts is not None:
             self._agree(SyncPoint.NONE)
         elif self.signals.arrived and not self.interrupted:
             self._answer("stop")
-        elif self._pace.is_time():
+        elif self._schedule.is_time():
             self._answer("save")
 
-    def _agree(self, meeting: SyncPoint) -> bool:
+    def _agree(self, sync_point: SyncPoint) -> bool:
         """On several ranks: ask for what is due here, and do what the ranks have agreed on.
 
         Returns whether the run is interrupted.
         """
-        if (request := self._request) is None or (meetings := self._meetings) is None:
+        if (request := self._request) is None or (counts := self._save_counts) is None:
             return False
-        meets = meeting not in (SyncPoint.NONE, SyncPoint.STEP)
+        meets = sync_point not in (SyncPoint.NONE, SyncPoint.STEP)
         while not self.interrupted:
             if request.known is None and self.signals.arrived:
                 request.ask("stop")
-            elif request.known is None and self._accum._ranks.rank == 0 and self._pace.is_time():
+            elif (
+                request.known is None and self._accum._ranks.rank == 0 and self._schedule.is_time()
+            ):
                 request.ask("save")
-            if not request.is_time(self._index(), meetings.saves, meets):
+            if not request.is_time(self._index(), counts.saves, meets):
                 return False
-            if meeting is SyncPoint.SHORT and request.target:
+            if sync_point is SyncPoint.SHORT and request.target:
                 self._join_forward()
-            while meetings.saves < request.saves:
+            while counts.saves < request.saves:
                 self._save()
             what = request.known
             request.done()
             self._answer(what)
         return True
 
-    def _equal_saves(self, meetings: Meetings, meeting: SyncPoint) -> None:
+    def _equal_saves(self, counts: SaveCounts, sync_point: SyncPoint) -> None:
         """Before the ranks meet: make the saves that the others make and this one would miss."""
-        meetings.arrive()
-        if meeting is not SyncPoint.FULL:
-            if meeting is SyncPoint.SHORT:
+        counts.reach_sync_point()
+        if sync_point is not SyncPoint.FULL:
+            if sync_point is SyncPoint.SHORT:
                 self._join_forward()
-            meetings.catch_up(self._save, lambda: self._agree(meeting))
-        meetings.meet()
+            counts.catch_up(self._save, lambda: self._agree(sync_point))
+        counts.pass_sync_point()
 
     def _join_forward(self) -> None:
         """Wait for the others only after what they need from this rank to come so far.
@@ -163,11 +165,11 @@ class Turns:
 
     def _answer(self, what: str | None) -> None:
         stops = what == "stop"  # the process may end right after, so all ranks wait for the disk
-        if self._moved() or self._meetings is not None:
+        if self._moved() or self._save_counts is not None:
             self._save()
         if stops:
             self._finish()
-        self._pace.saved()
+        self._schedule.saved()
         self.interrupted = stops
 
     def _index(self) -> int:

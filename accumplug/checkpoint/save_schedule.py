@@ -8,7 +8,7 @@ import time
 from accumplug.accumulator import Accumulator
 
 
-class Pace:
+class SaveSchedule:
     """Counts micro-batches so that all ranks find the same number due.
 
     On one rank it is `accum.micro_batches`, and on several ranks too while their data are even.

@@ -67,7 +67,7 @@ class WorkerStart:
 
     A signal to the whole process group would otherwise end them, and with them the run, before it
     has saved. SIGTERM from the process that has the worker still ends it. The worker has been
-    started with all of them blocked, see `lasting_workers`.
+    started with all of them blocked, see `protect_workers`.
     """
 
     signals: tuple[int, ...]
@@ -94,7 +94,7 @@ def _end_for_parent(parent: int) -> None:
 
 
 @contextmanager
-def lasting_workers(loader: Any, signals: Sequence[int]) -> Iterator[None]:
+def protect_workers(loader: Any, signals: Sequence[int]) -> Iterator[None]:
     """Workers that `loader` starts in this block live through `signals`."""
     loader = getattr(loader, "base_dataloader", loader)
     if not signals or not getattr(loader, "num_workers", 0):

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from accumplug.accumulator import Accumulator
-from accumplug.checkpoint.train_state import Stamp, State, Subject
-from accumplug.checkpoint.window_state import take
+from accumplug.checkpoint.train_state import Fingerprint, State, TrainState
+from accumplug.checkpoint.window_state import capture
 from accumplug.dataloading.position import Order
 from accumplug.storage.codec import Encoded, encode
 from accumplug.storage.commit import Job
-from accumplug.storage.host_buffers import Memory
+from accumplug.storage.host_buffers import HostBuffers
 
 
 class Snapshot:
@@ -24,15 +24,15 @@ class Snapshot:
     """
 
     def __init__(
-        self, accum: Accumulator, subject: Subject, order: Order, rank: int, copies: bool
+        self, accum: Accumulator, train_state: TrainState, order: Order, rank: int, copies: bool
     ) -> None:
         self._accum = accum
-        self._subject = subject
+        self._train_state = train_state
         self._order = order
         self._rank = rank
-        self._memory = Memory() if copies else None
-        self._others = Memory()
-        self._stamps: dict[str, Stamp] = {}
+        self._buffers = HostBuffers() if copies else None
+        self._objects = HostBuffers()
+        self._fingerprints: dict[str, Fingerprint] = {}
         self._held: dict[str, Encoded] = {}
         self._tree: Any = None
 
@@ -43,37 +43,37 @@ class Snapshot:
         returned does not change until the next `take`.
         """
         parts, link = {}, []
-        state = take(self._accum, self._subject, self._order) | more
+        state = capture(self._accum, self._train_state, self._order) | more
         parts[f"rank-{self._rank}"] = self._copied(f"rank-{self._rank}", encode(state))
-        if self._subject.stateful:
+        if self._train_state.stateful:
             name = f"objects-{self._rank}"
-            if (others := self._changed_others(name, source)) is None:
+            if (others := self._changed_objects(name, source)) is None:
                 link.append(name)
             else:
                 parts[name] = others
         if self._rank == 0:
-            parts["progress"] = encode(self._subject.progress(), "progress")
+            parts["progress"] = encode(self._train_state.progress(), "progress")
         again: dict[str, Encoded] = {}
-        if self._subject.is_sharded:
+        if self._train_state.is_sharded:
             again = self._pieces(parts)
         elif self._rank == 0:
-            for name, stamp, get in self._big():
-                if source is not None and self._stamps.get(name) == stamp:
+            for name, fingerprint, get in self._linkable_parts():
+                if source is not None and self._fingerprints.get(name) == fingerprint:
                     link.append(name)
                     continue
                 parts[name] = self._copied(name, encode(get(), name))
-                self._stamps[name] = stamp
+                self._fingerprints[name] = fingerprint
         return Job(self._position(), parts, tuple(link), source if link else None, again)
 
     def is_saved(self, ranks: int) -> None:
         """The run is as it was when it was saved by `ranks` ranks: it has just been resumed."""
-        if self._subject.is_sharded and ranks != self._accum._ranks.size:
+        if self._train_state.is_sharded and ranks != self._accum._ranks.size:
             return  # cut into other pieces
-        self._stamps = {name: stamp for name, stamp, _ in self._big()}
+        self._fingerprints = {name: fingerprint for name, fingerprint, _ in self._linkable_parts()}
 
     def forget(self) -> None:
         """The last `take` has become no checkpoint."""
-        self._stamps, self._tree = {}, None
+        self._fingerprints, self._tree = {}, None
 
     def _pieces(self, parts: dict[str, Encoded]) -> dict[str, Encoded]:
         """Put this rank's pieces of weights and moments into `parts`; return what is unchanged.
@@ -81,31 +81,39 @@ class Snapshot:
         That is kept, as only rank 0 knows whether the last `take` has become a checkpoint.
         """
         again: dict[str, Encoded] = {}
-        for name, stamp, get in self._big():
-            own, same = f"{name}-{self._rank}", self._stamps.get(name) == stamp
+        for name, fingerprint, get in self._linkable_parts():
+            own, same = f"{name}-{self._rank}", self._fingerprints.get(name) == fingerprint
             if not same or own not in self._held:
                 self._held[own] = self._copied(own, encode(get(), own))
             (again if same else parts)[own] = self._held[own]
-            self._stamps[name] = stamp
+            self._fingerprints[name] = fingerprint
         return again
 
-    def _big(self) -> list[tuple[str, Stamp, Callable[[], Any]]]:
-        subject, updates = self._subject, self._accum.updates
+    def _linkable_parts(self) -> list[tuple[str, Fingerprint, Callable[[], Any]]]:
+        train_state, updates = self._train_state, self._accum.updates
         return [
-            ("model", (updates, *subject.weights_stamp()), lambda: _one(subject.weights())),
-            ("optimizer", (updates, *subject.moments_stamp()), lambda: _one(subject.moments())),
+            (
+                "model",
+                (updates, *train_state.weights_fingerprint()),
+                lambda: _one(train_state.weights()),
+            ),
+            (
+                "optimizer",
+                (updates, *train_state.optimizer_fingerprint()),
+                lambda: _one(train_state.optimizer_states()),
+            ),
         ]
 
-    def _changed_others(self, name: str, source: Path | None) -> Encoded | None:
-        encoded = encode(self._subject.others(), name)
-        same = encoded.tree == self._tree and self._others.holds(name, encoded)
+    def _changed_objects(self, name: str, source: Path | None) -> Encoded | None:
+        encoded = encode(self._train_state.object_states(), name)
+        same = encoded.tree == self._tree and self._objects.holds(name, encoded)
         if same and source is not None and self._rank == 0:
             return None
         self._tree = encoded.tree
-        return self._others.copy(name, encoded)
+        return self._objects.copy(name, encoded)
 
     def _copied(self, name: str, encoded: Encoded) -> Encoded:
-        return encoded if self._memory is None else self._memory.copy(name, encoded)
+        return encoded if self._buffers is None else self._buffers.copy(name, encoded)
 
     def _position(self) -> State:
         accum = self._accum

@@ -18,11 +18,11 @@ from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import bucket_order, ddp_modules, settle_buckets
 
 State = dict[str, Any]
-Stamp = tuple[Any, ...]
+Fingerprint = tuple[Any, ...]
 """Equal stamps: the tensors are the same ones, and nobody has written into them since."""
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """`model` without DistributedDataParallel and torch.compile around it."""
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -33,7 +33,7 @@ def bare(model: nn.Module) -> nn.Module:
             return model
 
 
-class Subject:
+class TrainState:
     """The objects of one training run, and their states on one rank.
 
     Models are referred to weakly: DistributedDataParallel must not outlive its process group.
@@ -69,39 +69,39 @@ class Subject:
 
     def weights(self) -> list[State]:
         """The models' state_dicts."""
-        return [dtensor_shards.pack(bare(model).state_dict()) for model in self.models]
+        return [dtensor_shards.pack(unwrap_model(model).state_dict()) for model in self.models]
 
-    def weights_stamp(self) -> Stamp:
+    def weights_fingerprint(self) -> Fingerprint:
         """Of the parameters. Buffers may change inside of a window, parameters don't."""
-        found = [fsdp.named_parameters(bare(model)) for model in self.models]
-        return tuple(_stamp(fsdp.local(p)) for each in found for p in each.values())
+        found = [fsdp.named_parameters(unwrap_model(model)) for model in self.models]
+        return tuple(_fingerprint(fsdp.local(p)) for each in found for p in each.values())
 
     def load_weights(self, states: Sequence[State]) -> None:
         """Load what `weights` gave."""
         for model, state in zip(self.models, states, strict=True):
-            inner = bare(model)
+            inner = unwrap_model(model)
             unpacked = dtensor_shards.unpack(state, inner.state_dict())
             _check_dtypes(inner, unpacked)
             inner.load_state_dict(unpacked)
 
     def buffers(self) -> list[dict[str, Tensor]]:
         """The buffers that belong to the models' state_dicts."""
-        return [_buffers(bare(model)) for model in self.models]
+        return [_buffers(unwrap_model(model)) for model in self.models]
 
     def load_buffers(self, states: Sequence[dict[str, Tensor]]) -> None:
         """Load what `buffers` gave."""
         with torch.no_grad():
             for model, state in zip(self.models, states, strict=True):
-                buffers = _buffers(bare(model))
+                buffers = _buffers(unwrap_model(model))
                 for name, value in state.items():
                     buffers[name].copy_(value)
 
-    def ddp_modules(self, reduced: bool) -> list[State]:
+    def ddp_states(self, reduced: bool) -> list[State]:
         """What the DistributedDataParallel modules have found out, and have still to do.
 
         `reduced`: they have reduced a gradient, and so have their final buckets.
         """
-        ddps = self._replicas()
+        ddps = self._ddp_modules()
         if reduced and self._buckets is None:
             self._buckets = [bucket_order(ddp) for ddp in ddps]
         orders: Sequence[list[str] | None] = self._buckets or [None] * len(ddps)
@@ -110,31 +110,31 @@ class Subject:
             for ddp, order in zip(ddps, orders, strict=True)
         ]
 
-    def settle_replicas(self, states: Sequence[State]) -> None:
-        """Before gradients are loaded: the buckets that `replicas` gave. All ranks are here."""
+    def restore_buckets(self, states: Sequence[State]) -> None:
+        """Before gradients are loaded: the buckets that `ddp_states` gave. All ranks are here."""
         self._buckets = None
-        for ddp, state in zip(self._replicas(), states, strict=False):
+        for ddp, state in zip(self._ddp_modules(), states, strict=False):
             if state["buckets"] is not None:
                 settle_buckets(ddp, state["buckets"])
 
-    def load_replicas(self, states: Sequence[State]) -> None:
-        """The rest of what `replicas` gave."""
-        for ddp, state in zip(self._replicas(), states, strict=False):
+    def load_ddp_states(self, states: Sequence[State]) -> None:
+        """The rest of what `ddp_states` gave."""
+        for ddp, state in zip(self._ddp_modules(), states, strict=False):
             ddp.require_forward_param_sync = state["awaits_buffers"]
 
-    def _replicas(self) -> list[DistributedDataParallel]:
+    def _ddp_modules(self) -> list[DistributedDataParallel]:
         return [ddp for model in self.models for ddp in ddp_modules(model)]
 
-    def moments(self) -> list[Any]:
+    def optimizer_states(self) -> list[Any]:
         """What the optimizers keep of each parameter."""
         return [
             dtensor_shards.pack(optimizer.state_dict()["state"]) for optimizer in self.optimizers
         ]
 
-    def moments_stamp(self) -> Stamp:
-        """Of the tensors in `moments`."""
+    def optimizer_fingerprint(self) -> Fingerprint:
+        """Of the tensors in `optimizer_states`."""
         return tuple(
-            (_stamp(fsdp.local(value)) if isinstance(value, Tensor) else value)
+            (_fingerprint(fsdp.local(value)) if isinstance(value, Tensor) else value)
             for optimizer in self.optimizers
             for state in optimizer.state.values()
             if isinstance(state, dict)
@@ -170,10 +170,10 @@ class Subject:
                     f"the checkpoint has {name}: {there}, this run has {here}; give the same ones"
                 )
 
-    def load_progress(self, progress: State, moments: Sequence[Any]) -> None:
-        """Load what `progress` and `moments` gave."""
+    def load_progress(self, progress: State, states: Sequence[Any]) -> None:
+        """Load what `progress` and `optimizer_states` gave."""
         for optimizer, groups, state in zip(
-            self.optimizers, progress["optimizers"], moments, strict=True
+            self.optimizers, progress["optimizers"], states, strict=True
         ):
             _load_optimizer(optimizer, groups, state)
         for scheduler, state in zip(self.schedulers, progress["schedulers"], strict=True):
@@ -186,14 +186,14 @@ class Subject:
         self.load_weights(_several(model, len(self._models)))
         self.load_progress(progress, _several(optimizer, len(self.optimizers)))
 
-    def others(self) -> State:
+    def object_states(self) -> State:
         """The states of the objects that were given by name."""
         return {
             name: dtensor_shards.pack(thing.state_dict()) for name, thing in self.stateful.items()
         }
 
-    def load_others(self, states: State) -> None:
-        """Load what `others` gave."""
+    def load_objects(self, states: State) -> None:
+        """Load what `object_states` gave."""
         for name, thing in self.stateful.items():
             state = dtensor_shards.join([states[name]])
             if dtensor_shards.are_in(state):
@@ -201,7 +201,7 @@ class Subject:
             thing.load_state_dict(state)
 
 
-def _stamp(tensor: Tensor) -> tuple[int, int]:
+def _fingerprint(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
@@ -226,7 +226,7 @@ def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = dtensor_shards.unpack(state, dict(enumerate(parameters)))
     state = {
-        index: _owned(moments, _moments(optimizer, parameters, index))
+        index: _owned(moments, _state_of(optimizer, parameters, index))
         for index, moments in state.items()
     }
     optimizer.load_state_dict({**groups, "state": state})
@@ -239,7 +239,7 @@ def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
                 optimizer.state[parameter][key] = saved.to(loaded.device)
 
 
-def _moments(optimizer: Optimizer, parameters: Sequence[nn.Parameter], index: Any) -> Any:
+def _state_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter], index: Any) -> Any:
     """What `optimizer` has of a parameter so far."""
     known = isinstance(index, int) and index < len(parameters)
     return optimizer.state.get(parameters[index], {}) if known else {}
@@ -264,7 +264,7 @@ def _own(value: Any, before: Any) -> Any:
     return value.clone()
 
 
-def find_subject(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> Subject:
+def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> TrainState:
     """What is to be saved, complete, or ValueError."""
     loop = accum._loop
     if model is None and loop is not None:
@@ -293,7 +293,7 @@ def find_subject(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> Su
                     f"the optimizer steps a parameter of shape {tuple(parameter.shape)} of none of "
                     f"the models given; give all of them: model=[...]"
                 )
-    return Subject(models, _each(optimizers), _each(schedulers), accum._scaler, stateful)
+    return TrainState(models, _each(optimizers), _each(schedulers), accum._scaler, stateful)
 
 
 def _each(things: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import dtensor_shards
-from accumplug.checkpoint.train_state import State, Subject
+from accumplug.checkpoint.train_state import State, TrainState
 from accumplug.core.gradients import named
 from accumplug.core.normalization import Plan
 from accumplug.dataloading.position import Order
@@ -18,29 +18,31 @@ from accumplug.loop.data_pass import DataPassState
 from accumplug.parallel.fsdp import roots
 
 
-def take(accum: Accumulator, subject: Subject, order: Order) -> State:
+def capture(accum: Accumulator, train_state: TrainState, order: Order) -> State:
     """The state of this rank. Nothing is copied."""
-    sums = [accum._sum.named(model) for model in subject.models] if accum.pending else []
+    sums = [accum._sum.named(model) for model in train_state.models] if accum.pending else []
     return {
         "accum": _located(accum.state_dict()),
         "scale": _located(accum._update.scale),
         "sums": [
             {n: dtensor_shards.pack(dense(grad)) for n, grad in each.items()} for each in sums
         ],
-        "buffers": subject.buffers(),
-        "replicas": subject.ddp_modules(reduced=accum.syncs > 0),
+        "buffers": train_state.buffers(),
+        "replicas": train_state.ddp_states(reduced=accum.syncs > 0),
         "order": order.state(accum.position, accum._feed is not None),
-        "feed": _feed(accum),
+        "feed": _pass_state(accum),
     }
 
 
-def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> None:
+def restore(state: State, accum: Accumulator, train_state: TrainState, order: Order) -> None:
     """Go on from what `take` gave. Weights, optimizers and scaler have to be loaded before."""
-    device = next((p.device for m in subject.models for p in m.parameters()), torch.device("cpu"))
-    subject.load_buffers(state["buffers"])
-    subject.settle_replicas(state["replicas"])
+    device = next(
+        (p.device for m in train_state.models for p in m.parameters()), torch.device("cpu")
+    )
+    train_state.load_buffers(state["buffers"])
+    train_state.restore_buckets(state["replicas"])
     accum.load_state_dict(_placed(state["accum"], device))
-    for model, packed in zip(subject.models, state["sums"], strict=bool(state["sums"])):
+    for model, packed in zip(train_state.models, state["sums"], strict=bool(state["sums"])):
         if roots(model):
             accum._models.see([model])  # what it has deferred is reduced by nothing else
         sums = dtensor_shards.unpack(dtensor_shards.join([packed]), named(model))
@@ -48,11 +50,11 @@ def put(state: State, accum: Accumulator, subject: Subject, order: Order) -> Non
     accum._update.scale = _placed(state["scale"], device)
     if accum._scaler is not None and accum.pending:
         accum._scaler.scale(torch.ones((), device=device))  # unscale_ asks for one call before it
-    subject.load_replicas(state["replicas"])
+    train_state.load_ddp_states(state["replicas"])
     order.load(state["order"])
 
 
-def put_feed(state: State, feed: DataPassState) -> None:
+def restore_pass(state: State, feed: DataPassState) -> None:
     """Let the pass that opens now be the one that was under way."""
     if state["alive"] is not None:
         feed.resumed, feed.alive = True, state["alive"]
@@ -60,7 +62,7 @@ def put_feed(state: State, feed: DataPassState) -> None:
         feed.plan = Plan(**_placed(state["plan"], torch.device("cpu")))
 
 
-def _feed(accum: Accumulator) -> State | None:
+def _pass_state(accum: Accumulator) -> State | None:
     feed = accum._feed
     if feed is None:
         return None

@@ -23,7 +23,7 @@ VIEWED_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in VIEWED}
 
 
 @dataclass
-class Leaf:
+class TensorRef:
     """One tensor of a state: its place in the tree (`node`), its name in the file, its memory."""
 
     node: dict[str, Any]
@@ -47,66 +47,66 @@ class Leaf:
         return whole and self.tensor.dtype in NAMES and self.tensor.is_contiguous()
 
 
-def place(leaves: list[Leaf]) -> dict[str, torch.Tensor]:
-    """The tensors to store by name, and in each leaf's node where to find it. Copies nothing."""
-    storages: dict[tuple[torch.device, int, int], list[Leaf]] = defaultdict(list)
+def place(refs: list[TensorRef]) -> dict[str, torch.Tensor]:
+    """The tensors to store by name, and in each ref's node where to find it. Copies nothing."""
+    storages: dict[tuple[torch.device, int, int], list[TensorRef]] = defaultdict(list)
     stored: dict[str, torch.Tensor] = {}
-    for leaf in leaves:
-        if leaf.end == leaf.start and leaf.tensor.dtype in NAMES:
-            _alone(leaf, stored)
+    for ref in refs:
+        if ref.end == ref.start and ref.tensor.dtype in NAMES:
+            _alone(ref, stored)
         else:
-            storage = leaf.tensor.untyped_storage()
-            storages[leaf.tensor.device, storage.data_ptr(), storage.nbytes()].append(leaf)
+            storage = ref.tensor.untyped_storage()
+            storages[ref.tensor.device, storage.data_ptr(), storage.nbytes()].append(ref)
     for group in storages.values():
         for cluster in _overlapping(group):
             _together(cluster, stored)
     return stored
 
 
-def _overlapping(group: list[Leaf]) -> list[list[Leaf]]:
-    clusters: list[list[Leaf]] = []
+def _overlapping(group: list[TensorRef]) -> list[list[TensorRef]]:
+    clusters: list[list[TensorRef]] = []
     end = -1
-    for leaf in sorted(group, key=lambda leaf: (leaf.start, -leaf.end)):
-        if leaf.start >= end:
+    for ref in sorted(group, key=lambda ref: (ref.start, -ref.end)):
+        if ref.start >= end:
             clusters.append([])
-        clusters[-1].append(leaf)
-        end = max(end, leaf.end)
+        clusters[-1].append(ref)
+        end = max(end, ref.end)
     return clusters
 
 
-def _together(cluster: list[Leaf], stored: dict[str, torch.Tensor]) -> None:
+def _together(cluster: list[TensorRef], stored: dict[str, torch.Tensor]) -> None:
     first = cluster[0]
-    same = all(leaf.layout == first.layout for leaf in cluster)
+    same = all(ref.layout == first.layout for ref in cluster)
     if same and not first.folded and first.tensor.dtype in NAMES:
-        for leaf in cluster:
-            _alone(leaf, stored, first.name)
+        for ref in cluster:
+            _alone(ref, stored, first.name)
         return
-    start, end = first.start, max(leaf.end for leaf in cluster)
-    base = next((leaf for leaf in cluster if leaf.covers(start, end)), None)
+    start, end = first.start, max(ref.end for ref in cluster)
+    base = next((ref for ref in cluster if ref.covers(start, end)), None)
     if base is None:
         stored[first.name] = _bytes(first.tensor, end - start)
     else:
         _alone(base, stored)
-    for leaf in cluster:
-        leaf.node["$tensor"] = (base or first).name
-        if base is None or leaf.layout != base.layout:
-            leaf.node["view"] = {
-                "dtype": str(leaf.tensor.dtype).removeprefix("torch."),
-                "offset": leaf.start - start,
-                "shape": list(leaf.tensor.shape),
-                "stride": list(leaf.tensor.stride()),
+    for ref in cluster:
+        ref.node["$tensor"] = (base or first).name
+        if base is None or ref.layout != base.layout:
+            ref.node["view"] = {
+                "dtype": str(ref.tensor.dtype).removeprefix("torch."),
+                "offset": ref.start - start,
+                "shape": list(ref.tensor.shape),
+                "stride": list(ref.tensor.stride()),
             }
 
 
-def _alone(leaf: Leaf, stored: dict[str, torch.Tensor], name: str | None = None) -> None:
-    name = name or leaf.name
-    stored[name] = stored.get(name, leaf.tensor)
-    leaf.node["$tensor"] = name
-    shape, stride = list(leaf.tensor.shape), list(leaf.tensor.stride())
-    if not leaf.tensor.is_contiguous() and _is_dense(shape, stride):
+def _alone(ref: TensorRef, stored: dict[str, torch.Tensor], name: str | None = None) -> None:
+    name = name or ref.name
+    stored[name] = stored.get(name, ref.tensor)
+    ref.node["$tensor"] = name
+    shape, stride = list(ref.tensor.shape), list(ref.tensor.stride())
+    if not ref.tensor.is_contiguous() and _is_dense(shape, stride):
         # Kept because a sum over memory in another order rounds differently (a gradient in
         # channels_last, its norm in clipping).
-        leaf.node["stride"] = stride
+        ref.node["stride"] = stride
 
 
 def _bytes(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accumplug.errors import CheckpointError
-from accumplug.storage.aliases import VIEWED, Leaf, find, place
+from accumplug.storage.aliases import VIEWED, TensorRef, find, place
 from accumplug.storage.safetensors_io import METADATA
 
 MAX_DEPTH = 64  # containers in containers; far from the depth at which json gives up
@@ -38,13 +38,13 @@ def encode(state: Any, name: str = "state") -> Encoded:
     """
     encoder = _Encoder(name)
     tree = encoder.value(state, ())
-    return Encoded(tree, place(encoder.leaves))
+    return Encoded(tree, place(encoder.refs))
 
 
 class _Encoder:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.leaves: list[Leaf] = []
+        self.refs: list[TensorRef] = []
         self.names = {METADATA}
 
     def value(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -112,7 +112,7 @@ class _Encoder:
             name += "_"
         self.names.add(name)
         node: dict[str, Any] = {}
-        self.leaves.append(Leaf(node, name, value.detach().resolve_conj().resolve_neg()))
+        self.refs.append(TensorRef(node, name, value.detach().resolve_conj().resolve_neg()))
         return node
 
     def at(self, path: tuple[Any, ...]) -> str:

@@ -9,7 +9,7 @@ from accumplug.storage.codec import Encoded
 from accumplug.storage.safetensors_io import fill
 
 
-class Memory:
+class HostBuffers:
     """Host memory by part and name; pinned where the tensors are on a GPU.
 
     What `copy` returned must not be in use any more when it is called again for that part.
@@ -42,7 +42,7 @@ class Memory:
 
 
 def _room(old: Tensor | None, tensor: Tensor) -> Tensor:
-    """Memory for a copy of `tensor`: the `old` one if it fits."""
+    """HostBuffers for a copy of `tensor`: the `old` one if it fits."""
     dense = torch.empty_like(tensor, device="meta")  # as `tensor`, without gaps and overlaps
     if old is not None and (old.dtype, old.shape, old.stride()) == (
         dense.dtype,

@@ -146,7 +146,7 @@ def test_a_save_for_a_signal_is_tried_though_the_one_before_has_failed(
 
     def interrupted(x: Tensor, y: Tensor) -> None:
         if len(run.seen) == 4:
-            run.checkpoint._turns.signals.arrived = True
+            run.checkpoint._policy.signals.arrived = True
         block(x, y)
 
     monkeypatch.setattr(run, "block", interrupted)

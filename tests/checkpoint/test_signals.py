@@ -134,12 +134,12 @@ def test_a_second_signal_after_a_while_does_what_it_did_before() -> None:
 WORKERS = """
 import os, signal, sys, time
 from torch.utils.data import DataLoader
-from accumplug.checkpoint.signals import lasting_workers
+from accumplug.checkpoint.signals import protect_workers
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     loader = DataLoader(range(24), 2, num_workers=1, multiprocessing_context=sys.argv[1])
-    with lasting_workers(loader, (signal.SIGTERM, signal.SIGUSR1)):
+    with protect_workers(loader, (signal.SIGTERM, signal.SIGUSR1)):
         items = iter(loader)
     assert loader.worker_init_fn is None
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
@@ -150,7 +150,7 @@ if __name__ == "__main__":
         next(items)
     time.sleep(0.3)
     assert len(list(items)) == 10, "it died of the signal"
-    with lasting_workers(loader, (signal.SIGTERM,)):
+    with protect_workers(loader, (signal.SIGTERM,)):
         items = iter(loader)
     next(items)
     (worker,) = items._workers
