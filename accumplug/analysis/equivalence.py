@@ -101,11 +101,9 @@ def equivalence_check(
     number of the gradient, where that is above 1) and the relative difference is too, so
     that a wrong factor can't hide behind a small gradient.
 
-    ```python
-    result = equivalence_check(model, (inputs, targets), nn.CrossEntropyLoss())
-    print(result)
-    assert result.passed
-    ```
+    >>> result = equivalence_check(model, (inputs, targets), nn.CrossEntropyLoss())
+    >>> print(result)
+    >>> assert result.passed
 
     Args:
         model: the bare model, in the mode and precision in which it is to be checked.

@@ -30,11 +30,9 @@ def report(metrics: str | Path, png: str | Path | None = None) -> Path:
     updates; skipped windows are marked. A panel without a number is left out, and so is what is
     no JSON, like the last line of a run that was killed.
 
-    ```python
-    with open("metrics.jsonl", "a") as log:  # when a window has closed
-        line = {"update": accum.updates, **dataclasses.asdict(accum.last), "skipped": accum.skipped}
-        log.write(json.dumps({**line, "lr": scheduler.get_last_lr()[0]}) + "\\n")
-    ```
+    >>> with open("metrics.jsonl", "a") as log:  # when a window has closed
+    ...     line = {"update": accum.updates, "skipped": accum.skipped, **asdict(accum.last)}
+    ...     print(json.dumps({**line, "lr": scheduler.get_last_lr()[0]}), file=log)
 
     Args:
         metrics: a JSON object a line, with `update` (updates so far) and any of `loss`, `lr`,

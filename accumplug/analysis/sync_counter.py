@@ -95,11 +95,10 @@ def sync_counter(
 ) -> Iterator[SyncCounter]:
     """Count the gradient reductions that really run in this block.
 
-    ```python
-    with sync_counter(model) as counter:
-        ...                           # train counter.model
-    print(counter.syncs)
-    ```
+    >>> with sync_counter(model) as counter:
+    ...     train(counter.model)
+    >>> print(counter.syncs)
+
     Under torchrun the reductions run over the process group that is there. In a single process
     a group of one rank is made (gloo, no network) and taken down again, so that the same
     reductions run and are seen. The count comes from a communication hook, not from

@@ -100,15 +100,12 @@ class _Running:
 class NoiseScale:
     """The smoothed gradient noise scale of a run: the batch above which more items save little.
 
-    ```python
-    accum.noise_scale = NoiseScale()  # each window updates it
-    ...
-    accum.noise_scale.estimate.value, accum.noise_scale.estimate.low
-    print(accum.noise_scale.estimate.sentence(effective_batch=accum.last.weight))
-    ```
-    It is trace(Sigma) / |G|^2 in the unit of the weights, from the unbiased estimators of
+    >>> accum.noise_scale = NoiseScale()  # each window updates it
+    >>> print(accum.noise_scale.estimate.sentence(effective_batch=accum.last.weight))
+
+    It is `trace(Sigma) / |G|^2` in the unit of the weights, from the unbiased estimators of
     McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1), for the window's first micro-batch
-    and its sum:
+    and its sum::
 
         |G|^2         (B_big |G_big|^2 - B_small |G_small|^2) / (B_big - B_small)
         trace(Sigma)  (|G_small|^2 - |G_big|^2) / (1 / B_small - 1 / B_big)

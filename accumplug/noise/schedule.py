@@ -10,11 +10,10 @@ __all__ = ["NoiseSchedule"]
 class NoiseSchedule:
     """A `steps` schedule that follows the noise scale; nothing uses it unless it is passed.
 
-    ```python
-    schedule = NoiseSchedule(noise, start=4, most=64)
-    accum = Accumulator(steps=schedule, optimizer=optimizer)
-    accum.noise_scale = noise
-    ```
+    >>> schedule = NoiseSchedule(noise, start=4, most=64)
+    >>> accum = Accumulator(steps=schedule, optimizer=optimizer)
+    >>> accum.noise_scale = noise
+
     It doubles the steps when the whole interval lies above twice the window's weight,
     halves them when it lies below half of it, and then rests for `patience` updates. Growing
     the batch along a run is appendix D of McCandlish et al. 2018 (arXiv 1812.06162); the learning
