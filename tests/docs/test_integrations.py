@@ -1,8 +1,7 @@
-"""The loops of README.md beside others: each runs as it stands there, and is right."""
+"""The loops of docs/integrations: each runs as it stands there, and is right."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from documents import Document
+from loops import COMMON, apart, rows, trained
 from ranks.harness import Ranks
 from textbook import data, mean_loss, network, relative, same, textbook_loop
 from torch import nn
@@ -22,51 +22,11 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accumplug import Accumulator
-
-README = Document("README.md")
-TESTED = {
-    ("Accelerate", 0),
-    ("Plain DDP", 0),
-    ("Mixed precision", 0),
-    ("transformers", 0),
-    ("transformers", 1),
-    ("A GAN", 0),
-    ("A contrastive loss", 0),
-    ("Lightning Fabric", 0),
-}
-ROWS = 22
-COMMON = {"torch": torch, "F": F, "Accumulator": Accumulator, "loss_fn": F.mse_loss}
-
-
-def test_every_loop_is_run_by_a_test():
-    """There is no block of code in this section without a test."""
-    assert README.python(after="## Beside others", before="## Files") == TESTED
-
-
-def rows(count=ROWS, dtype=torch.float32):
-    """Samples one by one, for loaders that make micro-batches of them."""
-    return [(x[0], y[0]) for x, y in data([1] * count, dtype)]
-
-
-def trained(model, batches, steps, clip=None, lr=0.1):
-    """A copy of `model` after plain torch's training on one large batch for each window."""
-    model = copy.deepcopy(model)
-    optimizer = SGD(model.parameters(), lr=lr)
-    for begin in range(0, len(batches), steps):
-        window = batches[begin : begin + steps]
-        whole = torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])
-        optimizer.zero_grad()
-        mean_loss(model, whole).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-    return model
-
-
-def apart(one, other):
-    """How far the parameters of two models are from each other, relatively."""
-    return relative(list(one.parameters()), list(other.parameters()))
+ACCELERATE = Document("docs/integrations/accelerate.md")
+PYTORCH = Document("docs/integrations/pytorch.md")
+FSDP2 = Document("docs/integrations/fsdp2.md")
+TRANSFORMERS = Document("docs/integrations/transformers.md")
+LIGHTNING = Document("docs/integrations/lightning.md")
 
 
 def test_accelerate_has_the_bits_of_the_textbook_loop_in_full_windows():
@@ -92,8 +52,9 @@ def test_accelerate_closes_the_tail_as_a_mean_over_what_is_there():
 
 def accelerate_loop(model, loader):
     optimizer = SGD(model.parameters(), lr=0.1)
-    return README.run(
+    return ACCELERATE.run(
         "Accelerate",
+        0,
         **COMMON,
         Accelerator=lambda: Accelerator(cpu=True),
         model=model,
@@ -122,8 +83,9 @@ def double_precision() -> Iterator[None]:
 def ddp_rank(rank):
     """What each rank runs: the loop for plain DDP, on its share of 22 samples."""
     sampler = DistributedSampler(rows(dtype=torch.float64), 2, rank, shuffle=False)
-    names = README.run(
-        "Plain DDP",
+    names = PYTORCH.run(
+        "DDP",
+        0,
         **COMMON,
         DistributedDataParallel=DistributedDataParallel,
         model=network(),
@@ -174,7 +136,7 @@ class Blocks(nn.Module):
 
 def sharded_rank(rank):
     """What each rank runs: the loop for fully_shard, on micro-batches of its own."""
-    names = README.run("FSDP2", **COMMON, model=Blocks(), loader=data([2] * 12, seed=rank))
+    names = FSDP2.run("FSDP2", 0, **COMMON, model=Blocks(), loader=data([2] * 12, seed=rank))
     found = [p.full_tensor().detach() for p in names["model"].parameters()]
     answer = found, names["accum"].updates
     del names
@@ -198,33 +160,6 @@ def test_fully_shard_on_two_ranks_is_one_large_batch(ranks):
     for found, updates in ranks.run(2, sharded_rank):
         assert relative(found, list(reference.parameters())) < 1e-9  # AdamW's first step: g / |g|
         assert updates == 2
-
-
-def test_mixed_precision_is_the_textbook_of_torch():
-    """fp16 on the CPU with a scaler has the bits of the loop that torch's documents show."""
-    reference, model = network(torch.float32), network(torch.float32)
-    batches = data([3] * 8, torch.float32)
-    scaler, optimizer = torch.amp.GradScaler("cpu"), SGD(reference.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(batches, 1):
-        with torch.autocast("cpu", torch.float16):
-            loss = F.mse_loss(reference(x), y)
-        scaler.scale(loss / 4).backward()
-        if number % 4 == 0:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    names = README.run(
-        "Mixed precision",
-        **COMMON,
-        device=torch.device("cpu"),
-        model=model,
-        optimizer=SGD(model.parameters(), lr=0.1),
-        loader=batches,
-    )
-    assert names["accum"].updates == 2
-    assert same(model, reference)
 
 
 class CausalModel(nn.Module):
@@ -271,130 +206,39 @@ def trained_on_texts(smoothing, clip):
     return model
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_transformers_models_train_on_the_mean_over_all_target_tokens(number):
-    """With the model's own loss, and with another one that is computed from its logits."""
+def test_transformers_with_accelerate_train_on_the_mean_over_all_target_tokens():
+    """With the model's own loss, in an Accelerate loop."""
     model = CausalModel()
     optimizer = SGD(model.parameters(), lr=0.5)
-    scheduler = StepLR(optimizer, 100)
-    names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": texts()}
-    if number == 0:
-        accelerator = Accelerator(cpu=True)
-        loader = DataLoader(texts(), batch_size=None)
-        prepared = accelerator.prepare(model, optimizer, scheduler, loader)
-        names |= dict(zip(names, prepared, strict=True)) | {"accelerator": accelerator}
-    found = README.run("transformers", number, **COMMON, **names)
-    expected = trained_on_texts(*((0.0, None) if number == 0 else (0.1, 1.0)))
+    accelerator = Accelerator(cpu=True)
+    order = ("model", "optimizer", "scheduler", "loader")
+    parts = (model, optimizer, StepLR(optimizer, 100), DataLoader(texts(), batch_size=None))
+    names = COMMON | dict(zip(order, accelerator.prepare(*parts), strict=True))
+    found = TRANSFORMERS.run("A loop with Accelerate", 0, accelerator=accelerator, **names)
     assert found["accum"].updates == 2
-    assert apart(model, expected) < 1e-6
+    assert apart(model, trained_on_texts(0.0, None)) < 1e-6
 
 
-def test_each_side_of_a_gan_has_the_gradient_of_its_own_window():
-    """7 micro-batches of uneven size in windows of 4: both sides train as on the whole windows."""
-
-    def pair():
-        torch.manual_seed(8)
-        judge = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-        maker = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-        return judge.double(), maker.double()
-
-    def noise(*shape):
-        return draws(*shape, generator=generator, dtype=torch.float64)
-
-    draws = torch.randn
-    reals = [x for x, _ in data([3, 1, 4, 2, 5, 2, 1])]
-    judge, maker = pair()
-    generator = torch.Generator().manual_seed(9)
-    README.run(
-        "A GAN",
-        torch=SimpleNamespace(randn=noise),
-        F=F,
-        Accumulator=Accumulator,
-        judge=judge,
-        maker=maker,
-        judge_optimizer=SGD(judge.parameters(), lr=0.5),
-        maker_optimizer=SGD(maker.parameters(), lr=0.5),
-        loader=reals,
-    )
-    ref_judge, ref_maker = pair()
-    generator = torch.Generator().manual_seed(9)
-    drawn = [noise(len(real), 8) for real in reals]
-    for begin in (0, 4):
-        # The last micro-batch's judge has its update already when the maker's loss is taken.
-        sums = {ref_judge: 0.0, ref_maker: 0.0}
-        items = sum(map(len, reals[begin : begin + 4]))
-        window = list(zip(reals, drawn, strict=True))[begin : begin + 4]
-        for place, (real, z) in enumerate(window, 1):
-            fake = ref_maker(z)
-            loss = F.softplus(-ref_judge(real)).mean() + F.softplus(ref_judge(fake.detach())).mean()
-            sums[ref_judge] += len(real) / items * loss
-            if place == len(window):
-                move(ref_judge, sums[ref_judge])
-            sums[ref_maker] += len(real) / items * F.softplus(-ref_judge(fake)).mean()
-        move(ref_maker, sums[ref_maker])
-    assert apart(judge, ref_judge) < 1e-12
-    assert apart(maker, ref_maker) < 1e-12
-
-
-def move(model, loss):
-    """One step of plain gradient descent, into new tensors: other graphs hold the old ones."""
-    grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    for (name, parameter), grad in zip(list(model.named_parameters()), grads, strict=True):
-        place = model.get_submodule(name.rpartition(".")[0])
-        setattr(place, name.rpartition(".")[2], nn.Parameter(parameter.detach() - 0.5 * grad))
-
-
-def test_a_contrastive_loss_has_the_negatives_of_the_whole_batch():
-    """The shown loop trains as plain torch does with all 64 pairs in one graph, a tail included."""
-    generator = torch.Generator().manual_seed(10)
-    batches = [
-        tuple(torch.randn(n, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-        for n in (64, 64, 20)
-    ]
-    model, reference = network(), network()
-    names = README.run(
-        "A contrastive loss",
-        **COMMON,
-        model=model,
-        optimizer=SGD(model.parameters(), lr=0.1),
-        loader=batches,
-    )
-    optimizer = SGD(reference.parameters(), lr=0.1)
-    for one, other in batches:
-        optimizer.zero_grad()
-        loss = names["contrast"](reference(one), reference(other)) / len(one)
-        loss.backward()
-        optimizer.step()
-    assert names["accum"].updates == 3
-    assert apart(model, reference) < 1e-12
-
-
-def test_a_contrastive_loss_of_micro_batches_is_another_loss():
-    """What the section says of the plain loop: with in-batch negatives it is no large batch."""
-    one, other = (x for x, _ in data([16, 16]))
-    model = network()
-
-    def gradient(size):
-        parts = zip(one.split(size), other.split(size), strict=True)
-        loss = sum(
-            F.cross_entropy(model(a) @ model(b).T / 0.1, torch.arange(len(a)), reduction="sum")
-            for a, b in parts
-        )
-        return torch.autograd.grad(loss / 16, list(model.parameters()))
-
-    assert relative(gradient(4), gradient(16)) > 0.1
+def test_transformers_in_a_plain_loop_train_on_the_mean_over_all_target_tokens():
+    """With another loss, computed from the model's logits."""
+    model = CausalModel()
+    names = COMMON | {"optimizer": SGD(model.parameters(), lr=0.5), "loader": texts()}
+    found = TRANSFORMERS.run("A plain loop with your own loss", 0, model=model, **names)
+    assert found["accum"].updates == 2
+    assert apart(model, trained_on_texts(0.1, 1.0)) < 1e-6
 
 
 def test_lightning_fabric_needs_no_change_of_the_loop():
     """The shown loop is Python; where Fabric is installed it trains as plain torch does."""
-    assert README.find("Lightning Fabric").code()
+    assert LIGHTNING.find("Fabric").code()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what Fabric imports
         module = pytest.importorskip("lightning_fabric", reason="Lightning Fabric is not installed")
         start, loader = network(torch.float32), DataLoader(rows(), 2)
         expected = trained(start, list(loader), 4, clip=1.0)
-        names = README.run(
-            "Lightning Fabric",
+        names = LIGHTNING.run(
+            "Fabric",
+            0,
             **COMMON,
             Fabric=lambda: module.Fabric(accelerator="cpu", devices=1),
             model=start,
