@@ -32,14 +32,18 @@ class RankError(AssertionError):
 class Ranks:
     """As many processes as were asked for so far; `run` uses the first few of them.
 
-    `places` is an empty directory, for where a rank stood when its time was over.
+    `places` is an empty directory, for where a rank stood when its time was over; `target` is
+    what each process does, `serve` if it is not given.
     """
 
-    def __init__(self, places: Path) -> None:
+    def __init__(
+        self, places: Path, target: Callable[[Connection, int], None] | None = None
+    ) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: dict[int, tuple[Any, Any]] = {}
         self._runs = 0
         self._places = places
+        self._target = target or serve
 
     def run(
         self,
@@ -47,19 +51,22 @@ class Ranks:
         function: Callable[..., Any],
         *args: Any,
         timeout: float = 30,
+        backend: str | None = "gloo",
         **options: Any,
     ) -> Any:
         """Call `function(rank, *args, **options)` on `world` ranks; return what each has returned.
 
         `function` is one of a module's own. It finds a process group of `world` ranks, float64 as
-        the default dtype, warnings as errors. What it returns is pickled.
+        the default dtype, warnings as errors. What it returns is pickled. With `backend` None it
+        finds no process group.
         """
         self._start(world)
         self._runs += 1
         places = [self._places / f"{self._runs}.{rank}" for rank in range(world)]
         for rank in range(world):
             call = partial(function, rank, *args, **options)
-            self._workers[rank][1].send((call, rank, world, self._runs, timeout, places[rank]))
+            job = (call, rank, world, self._runs, timeout, places[rank], backend)
+            self._workers[rank][1].send(job)
         for rank in range(world):
             self._expect(rank, "started")
         answers = self._collect(world, timeout, places)
@@ -83,7 +90,9 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         for rank in set(range(world)) - set(self._workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, self._store.port), daemon=True)
+            process = context.Process(
+                target=self._target, args=(theirs, self._store.port), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers[rank] = process, ours
@@ -122,22 +131,24 @@ def serve(pipe: Connection, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         pipe.send("ready")
-        call, rank, world, run, timeout, place = pipe.recv()
+        call, rank, world, run, timeout, place, backend = pipe.recv()
         pipe.send("started")
         with open(place, "w") as file:
             faulthandler.dump_traceback_later(timeout, file=file)
-            answer = _answer(call, rank, world, dist.PrefixStore(str(run), store))
+            answer = _answer(call, rank, world, dist.PrefixStore(str(run), store), backend)
             faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
 
 
-def _answer(call: Callable[[], Any], rank: int, world: int, store: Any) -> tuple[bool, Any]:
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=600)
-    )
+def _answer(
+    call: Callable[[], Any], rank: int, world: int, store: Any, backend: str | None
+) -> tuple[bool, Any]:
+    if backend is not None:
+        limit = timedelta(seconds=600)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     gc.freeze()  # torch's own objects: collecting them takes most of a second
     try:
-        assert dist.get_world_size() == world
+        assert backend is None or dist.get_world_size() == world
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float64)
         with warnings.catch_warnings():
@@ -147,5 +158,6 @@ def _answer(call: Callable[[], Any], rank: int, world: int, store: Any) -> tuple
         answer = False, "".join(traceback.format_exception(error))
         traceback.clear_frames(error.__traceback__)
     gc.collect()  # a DistributedDataParallel that outlives its process group hangs
-    dist.destroy_process_group()
+    if backend is not None:
+        dist.destroy_process_group()
     return answer
