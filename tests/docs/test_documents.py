@@ -111,3 +111,15 @@ def test_the_tree_shows_each_folder_and_nothing_that_is_gone():
     there = modules | {f"accumplug/{p.parent.name}/" for p in ROOT.glob("accumplug/*/__init__.py")}
     missing = there - shown
     assert not missing
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", *PAGES])
+def test_files_that_a_page_names_exist(name):
+    """Each path in code, of the project or of the package. `train.py` and `runs/` are a user's."""
+    code = re.findall(r"`([^`\n]+)`", "\n".join(Document(name).lines))
+    paths = {
+        p for text in code for p in re.findall(r"[\w./-]+(?:\.(?:py|txt|cfg|md)|/)(?![\w.])", text)
+    }
+    paths -= {p for p in paths if p == "train.py" or p.startswith("runs/")}
+    gone = [p for p in paths if not (ROOT / p).exists() and not (ROOT / "accumplug" / p).exists()]
+    assert not gone
