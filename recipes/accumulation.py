@@ -31,7 +31,6 @@ from accumplug import (
     sync_counter,
     train_one_optimizer_step,
 )
-from accumplug.analysis.plot_curve import draw_curve
 
 MICRO_BATCH = 8
 STEPS = 4
@@ -90,7 +89,7 @@ def lesson(num_steps: int, output_dir: Path) -> bool:
         output_dir=output_dir,
     )
     print(f"{curve.table()}\n\n{curve.sentence}\n(measured on {curve.device}; times are medians)\n")
-    print(draw_curve(curve.as_json(), output_dir / "accum-curve.png"))
+    print(curve.draw(output_dir / "accum-curve.png"))
     print(output_dir / "accum-curve.json")
     return result.passed and step.syncs == 1
 

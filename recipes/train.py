@@ -31,8 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accumplug import Accumulator, Checkpointer, NoiseScale, plan
-from accumplug.analysis.report import report
+from accumplug import Accumulator, Checkpointer, NoiseScale, plan, report
 
 LENGTH = 128  # characters in a sequence
 LEARNING_RATE = 5e-3  # the peak

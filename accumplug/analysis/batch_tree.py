@@ -1,37 +1,39 @@
-"""Cutting a large batch into micro-batches, whatever its shape: tensors, tuples, dicts, nested."""
+"""Batches as nested tuples, lists, dicts and dataclasses of tensors: counting and cutting items."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["cut", "items_in", "mapped", "take"]
+__all__ = ["Batch", "cut", "items_in", "leaves", "mapped", "take"]
 
-Rows = slice | Tensor
+Batch: TypeAlias = Any  # whatever the user's loader yields: any nesting of any types
+Rows: TypeAlias = slice | Tensor
 
 
-def items_in(batch: Any) -> int:
+def items_in(batch: Batch) -> int:
     """Count the items of a batch: the first dimension of the first tensor that has one.
 
     Raises:
         ValueError: there is no such tensor.
     """
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         if _is_array(leaf):
             return int(leaf.shape[0])
-    raise ValueError(f"found no tensor with a first dimension in the batch, a {_name(batch)}")
+    kind = "None" if batch is None else torch.typename(batch)
+    raise ValueError(f"found no tensor with a first dimension in the batch, a {kind}")
 
 
-def take(batch: Any, rows: Rows) -> Any:
-    """Give the batch with only these rows of it.
+def take(batch: Batch, rows: Rows) -> Batch:
+    """Return the batch reduced to some of its rows.
 
-    Tensors (and arrays) whose first dimension counts the items are indexed, so are lists and
-    tuples of that many things that hold no tensor, e.g. strings. Everything else stays whole.
+    Tensors and arrays whose first dimension counts the items are indexed. So are lists and tuples
+    of that length that hold no tensor, e.g. of strings. Everything else is kept whole.
     """
     items = items_in(batch)
 
@@ -39,9 +41,9 @@ def take(batch: Any, rows: Rows) -> Any:
         if _is_array(value):
             if value.shape[0] != items:
                 return value
-            return value[rows if isinstance(value, Tensor) else _plain(rows)]
+            return value[rows if isinstance(rows, slice | type(value)) else rows.tolist()]
         if isinstance(value, list | tuple) and len(value) == items:
-            if any(map(_is_array, _leaves(value))):
+            if any(map(_is_array, leaves(value))):
                 return NotImplemented
             kept = value[rows] if isinstance(rows, slice) else [value[i] for i in rows.tolist()]
             return type(value)(kept)
@@ -50,11 +52,11 @@ def take(batch: Any, rows: Rows) -> Any:
     return mapped(batch, rows_of)
 
 
-def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
+def cut(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Cut the batch into consecutive micro-batches of `sizes` items.
 
     Raises:
-        ValueError: a size is below 1, or they don't add up to the items there are.
+        ValueError: a size is below 1, or the sizes do not add up to the batch's items.
     """
     items = items_in(batch)
     if min(sizes, default=1) < 1:
@@ -65,10 +67,11 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [take(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rebuild a nested batch: `change` gives a part's replacement, or NotImplemented to go inside.
+def mapped(value: Batch, change: Callable[[Any], Any]) -> Batch:
+    """Rebuild a nested batch: `change` returns the replacement of a part, or NotImplemented.
 
-    Tuples, lists, mappings and dataclasses are gone into; other parts stay as they are.
+    NotImplemented means: visit the parts inside. Tuples, lists, mappings and dataclasses have
+    parts; any other value is kept.
     """
     if (changed := change(value)) is not NotImplemented:
         return changed
@@ -86,7 +89,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _rebuild(value: Mapping[Any, Any], content: dict[Any, Any]) -> Any:
-    """Give a mapping of the same kind, for the dict-like batches that libraries have."""
+    """Return a mapping of the same class, for the dict-like batches of libraries."""
     if type(value) is dict:
         return content
     same = copy.copy(value)
@@ -98,25 +101,18 @@ def _rebuild(value: Mapping[Any, Any], content: dict[Any, Any]) -> Any:
     return same
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Batch) -> Iterator[Any]:
+    """Iterate over the values of a nested batch that have no parts themselves."""
     if isinstance(value, Mapping):
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, list | tuple):
         for inner in value:
-            yield from _leaves(inner)
+            yield from leaves(inner)
     else:
         yield value
 
 
 def _is_array(value: Any) -> bool:
     return bool(getattr(value, "shape", ())) and hasattr(value, "__getitem__")
-
-
-def _plain(rows: Rows) -> Any:
-    return rows if isinstance(rows, slice) else rows.tolist()
-
-
-def _name(batch: Any) -> str:
-    return torch.typename(batch) if batch is not None else "None"

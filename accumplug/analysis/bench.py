@@ -1,4 +1,4 @@
-"""Measuring windows of one size: time, memory, reductions, and the limit right beside them."""
+"""Measuring windows of one size: time, memory, reductions, and the limit right after each."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from accumplug.analysis.batch_tree import items_in
+from accumplug.accumulator import Accumulator
+from accumplug.analysis.batch_tree import Batch, items_in
 from accumplug.analysis.sync_counter import Losses, call_loss, sync_counter
 from accumplug.noise.scale import NoiseEstimate, NoiseScale
 
-if TYPE_CHECKING:
-    from accumplug.accumulator import Accumulator
-
-__all__ = ["Bench", "Clock", "Measured", "PeakMemory", "noise_between"]
+__all__ = ["Bench", "Clock", "Measurement", "PeakMemory", "noise_between"]
 
 
 @dataclass
-class Measured:
+class Measurement:
     """Seconds and losses of each measured window, in order.
 
     Attributes:
-        whole: from before the first micro-batch to after the optimizer's step.
-        inside: the part of it inside forward and backward passes.
-        alone: one forward and backward of the bare model, from as many as the window has, right
-            after it.
+        window: seconds from before the first micro-batch to after the optimizer's step.
+        passes: the part of them inside forward and backward passes.
+        bare_pass: seconds of one forward and backward of the bare model: the mean over as many as
+            the window has, right after it.
+        losses: mean loss of the window.
         syncs: gradient reductions per update, counted.
         peak_memory: bytes.
     """
 
-    whole: list[float] = field(default_factory=list)
-    inside: list[float] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
+    window: list[float] = field(default_factory=list)
+    passes: list[float] = field(default_factory=list)
+    bare_pass: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     syncs: float = 0.0
     world_size: int = 1
@@ -49,36 +48,34 @@ class Measured:
 
 @dataclass
 class Bench:
-    """What stays the same over the rows: the model, micro-batches taken in turn, loss, device.
+    """Trains and measures windows: the model, its loss, and micro-batches taken in turn.
 
-    `model` is the bare one, `given` the same or in DDP, with the user's settings.
+    `model` is the bare model; `given` is the same, or in DDP with the user's settings.
     """
 
     model: nn.Module
     given: nn.Module
-    micro_batches: Sequence[Any]
+    micro_batches: Sequence[Batch]
     loss_fn: Losses
     memory: PeakMemory
 
     def __post_init__(self) -> None:
-        self._feed = itertools.cycle(self.micro_batches)
+        self._batches = itertools.cycle(self.micro_batches)
         self._clock = Clock(next(self.model.parameters()).device)
         bare = self.given is self.model
-        self._loose = bare and _on_any_rank(
+        self._find_unused = bare and _on_any_rank(
             leaves_out_parameters(self.model, self.micro_batches, self.loss_fn)
         )
 
-    def measure(self, steps: int, updates: int, optimizer: Optimizer) -> Measured:
-        """Train `updates` windows of `steps` micro-batches, after one that warms up.
+    def measure(self, steps: int, updates: int, optimizer: Optimizer) -> Measurement:
+        """Train `updates` windows of `steps` micro-batches, after one as a warm-up.
 
-        With several ranks all of it runs in DDP under a communication hook, which counts. In a
+        With several ranks all windows run in DDP with a communication hook that counts. In a
         single process, where a training loop has no DDP to pay for, only the first window does.
         """
-        from accumplug.accumulator import Accumulator
-
-        found = Measured()
+        found = Measurement()
         self.memory.restart()
-        with sync_counter(self.given, find_unused_parameters=self._loose) as counter:
+        with sync_counter(self.given, find_unused_parameters=self._find_unused) as counter:
             found.world_size = dist.get_world_size()
             self._window(Accumulator(steps, optimizer=optimizer), counter.model, steps)
             if found.world_size > 1:
@@ -94,20 +91,20 @@ class Bench:
         return found
 
     def _windows(
-        self, found: Measured, accum: Accumulator, model: nn.Module, steps: int, updates: int
+        self, found: Measurement, accum: Accumulator, model: nn.Module, steps: int, updates: int
     ) -> None:
         for _ in range(updates):
-            whole, inside = self._window(accum, model, steps)
-            found.whole.append(whole)
-            found.inside.append(inside)
+            window, passes = self._window(accum, model, steps)
+            found.window.append(window)
+            found.passes.append(passes)
             found.losses.append(accum.last.loss if accum.last is not None else math.nan)
-            found.alone.append(self._alone(steps))
+            found.bare_pass.append(self._bare_pass(steps))
 
     def _window(self, accum: Accumulator, model: nn.Module, steps: int) -> tuple[float, float]:
-        """Train one window: give its seconds, and those inside forward and backward."""
+        """Train one window; return its seconds, and those inside forward and backward passes."""
         clock, marks = self._clock, []
         start = clock.mark()
-        for micro_batch in itertools.islice(self._feed, steps):
+        for micro_batch in itertools.islice(self._batches, steps):
             with accum(model, weight=items_in(micro_batch)):
                 begin = clock.mark()
                 accum.backward(call_loss(self.loss_fn, model, micro_batch))
@@ -115,9 +112,9 @@ class Bench:
         whole = clock.seconds(start, clock.mark())
         return whole, sum(clock.seconds(*pair) for pair in marks)
 
-    def _alone(self, passes: int) -> float:
-        """Time one forward and backward of the bare model, into a `.grad` that is there already."""
-        first, *batches = itertools.islice(self._feed, passes + 1)
+    def _bare_pass(self, passes: int) -> float:
+        """Time one forward and backward of the bare model that adds to an existing `.grad`."""
+        first, *batches = itertools.islice(self._batches, passes + 1)
         torch.autograd.backward(call_loss(self.loss_fn, self.model, first))
         begin = self._clock.mark()
         for batch in batches:
@@ -127,8 +124,10 @@ class Bench:
         return seconds
 
 
-def leaves_out_parameters(model: nn.Module, micro_batches: Sequence[Any], loss_fn: Losses) -> bool:
-    """Whether any of the losses reaches not every parameter, for which DDP would wait."""
+def leaves_out_parameters(
+    model: nn.Module, micro_batches: Sequence[Batch], loss_fn: Losses
+) -> bool:
+    """Say whether a loss does not reach every parameter, for which DDP would wait."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     for micro_batch in micro_batches:
         loss = call_loss(loss_fn, model, micro_batch)
@@ -146,12 +145,12 @@ def _on_any_rank(here: bool) -> bool:
 
 
 def noise_between(
-    model: nn.Module, micro_batches: Sequence[Any], loss_fn: Losses
+    model: nn.Module, micro_batches: Sequence[Batch], loss_fn: Losses
 ) -> NoiseEstimate | None:
     """Estimate the gradient noise scale at the model's weights from distinct micro-batches.
 
-    In windows of 4 (or fewer, so that there are 2 windows at least); the small batch is the mean
-    over the window's micro-batches. None with fewer than 4 micro-batches.
+    They form windows of 4 (or of fewer, so that there are at least 2 windows); the small batch is
+    the mean over the window's micro-batches. With fewer than 4 micro-batches it returns None.
     """
     per_window = min(4, len(micro_batches) // 2)
     if per_window < 2:
@@ -172,13 +171,13 @@ def noise_between(
 
 
 class Clock:
-    """Times on a device: events on CUDA, so that measuring doesn't wait; else the wall clock."""
+    """Measures time on a device: by events on CUDA, without waiting; else by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._type = device.type
 
-    def mark(self) -> Any:
-        """Note this moment of the device's work."""
+    def mark(self) -> Any:  # a CUDA event, or seconds
+        """Mark this moment in the device's work."""
         if self._type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -188,7 +187,7 @@ class Clock:
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Give the seconds between two marks."""
+        """Return the seconds between two marks."""
         if self._type == "cuda":
             end.synchronize()
             return float(begin.elapsed_time(end)) / 1e3
@@ -196,19 +195,19 @@ class Clock:
 
 
 class PeakMemory:
-    """The highest memory since `restart`."""
+    """The peak memory since `restart`; `meaning` says which memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
-        self.meaning = "highest memory of PyTorch's CUDA allocator in the row"
+        self.meaning = "peak memory of PyTorch's CUDA allocator in the row"
         if self._cuda is None:
-            falls = self.restart()
-            self.meaning = "highest resident memory of the process " + (
-                "in the row" if falls else "so far (this system can't restart the count)"
+            restarts = self.restart()
+            self.meaning = "peak resident memory of the process " + (
+                "in the row" if restarts else "so far (this system can't restart the count)"
             )
 
     def restart(self) -> bool:
-        """Forget what was; say whether that is possible here."""
+        """Restart the count; return whether the system can."""
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             return True
@@ -219,7 +218,7 @@ class PeakMemory:
         return True
 
     def bytes(self) -> int:
-        """Give the peak."""
+        """Return the peak in bytes."""
         if self._cuda is not None:
             return torch.cuda.max_memory_allocated(self._cuda)
         try:

@@ -1,33 +1,34 @@
-"""One batch whole and in micro-batches: two gradients of one model, which comes back as it was."""
+"""The gradients of one batch, whole and in micro-batches, on a model that is then restored."""
 
 from __future__ import annotations
 
 import math
-import random
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from accumplug.analysis.batch_tree import cut
+from accumplug.accumulator import Accumulator
+from accumplug.analysis.batch_tree import Batch, cut
 from accumplug.analysis.sync_counter import Loss, call_loss
+from accumplug.dataloading import rng
 
-__all__ = ["Case", "Comparison", "Difference", "Gradients", "compare"]
+__all__ = ["Case", "Comparison", "Difference", "Gradients", "Loop", "Split", "compare"]
 
-Gradients = dict[str, Tensor | None]
-Loop = Callable[[nn.Module, Sequence[Any]], Any]
+Gradients: TypeAlias = dict[str, Tensor | None]
+Loop: TypeAlias = Callable[[nn.Module, Sequence[Batch]], object]
+Split: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one gradient is from another.
+    """The difference between two gradients.
 
     Attributes:
-        max_abs: the largest difference of one number.
+        max_abs: the largest absolute difference of one element.
         relative: norm of the difference / norm of the reference.
     """
 
@@ -37,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two gradients, overall and for each parameter."""
+    """The difference between two gradients, overall and for each parameter."""
 
     overall: Difference
     parameters: Mapping[str, Difference]
@@ -52,61 +53,65 @@ def compare(reference: Gradients, other: Gradients) -> Comparison:
         largest = float(gap.abs().max()) if gap.numel() else 0.0
         squares = float(gap.square().sum()), float(a.square().sum())
         square, reference_square = square + squares[0], reference_square + squares[1]
-        found[name] = Difference(finite(largest), _ratio(*squares))
+        found[name] = Difference(_finite(largest), _ratio(*squares))
     overall = max((d.max_abs for d in found.values()), default=0.0)
     return Comparison(Difference(overall, _ratio(square, reference_square)), found)
 
 
+def relative_difference(reference: Gradients, other: Gradients) -> float:
+    """Return norm of the difference / norm of the reference."""
+    return compare(reference, other).overall.relative
+
+
 def dense(gradient: Tensor | None) -> Tensor:
-    """Give a gradient in double precision; one that is missing is a zero."""
+    """Return a gradient in double precision; a missing one as a zero."""
     if gradient is None:
         return torch.zeros((), dtype=torch.float64)
-    # MPS has no float64; the comparison is made on the CPU there.
+    # MPS has no float64; the comparison runs on the CPU there.
     gradient = gradient.cpu() if gradient.device.type == "mps" else gradient
     return (gradient.to_dense() if gradient.is_sparse else gradient).double()
 
 
 def dot(one: Gradients, other: Gradients) -> float:
-    """Give the inner product of two gradients."""
+    """Return the inner product of two gradients."""
     return sum(float((dense(one[name]) * dense(other[name])).sum()) for name in one)
 
 
 def fit(gradient: Gradients, parts: Sequence[Gradients]) -> tuple[float, list[float]]:
-    """Write a gradient as a weighted sum of others: what is left over (relative), the weights."""
+    """Fit a gradient by a weighted sum of others: the relative residual, and the weights."""
     gram = torch.tensor([[dot(a, b) for b in parts] for a in parts], dtype=torch.float64)
     right = torch.tensor([dot(part, gradient) for part in parts], dtype=torch.float64)
     weights = (torch.linalg.pinv(gram, hermitian=True) @ right).tolist()
-    mix: Gradients = {}
+    fitted: Gradients = {}
     for name in gradient:
         pairs = zip(weights, parts, strict=True)
-        mix[name] = sum((weight * dense(part[name]) for weight, part in pairs), dense(None))
-    return compare(gradient, mix).overall.relative, weights
+        fitted[name] = sum((weight * dense(part[name]) for weight, part in pairs), dense(None))
+    return relative_difference(gradient, fitted), weights
 
 
-def finite(value: float) -> float:
-    """Give the value, or infinity in place of NaN."""
+def _finite(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
 def _ratio(square: float, reference_square: float) -> float:
     if square == 0.0:
         return 0.0
-    return finite(math.sqrt(square / reference_square)) if reference_square else math.inf
+    return _finite(math.sqrt(square / reference_square)) if reference_square else math.inf
 
 
 @dataclass
 class Case:
-    """What is checked: a model, a batch, the losses by name, and how micro-batches are added up.
+    """A model, a batch and its losses by name, ready to be run whole and in micro-batches.
 
-    Use it as a context: at its end the model has its gradients, buffers and modes back, and the
-    random generators their states.
+    It is a context manager: on exit the model gets its gradients, buffers and modes back, and
+    the random generators their states.
     """
 
     model: nn.Module
-    batch: Any
+    batch: Batch
     losses: Mapping[str, Loss]
-    items: Callable[[Any], float]
-    reduction: str
+    items: Callable[[Batch], float]
+    reduction: Literal["mean", "sum"]
     loop: Loop | None
 
     def __enter__(self) -> Case:
@@ -118,7 +123,7 @@ class Case:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._random = _random_state()
+        self._random = rng.capture()
         self.model.zero_grad()
         return self
 
@@ -130,16 +135,16 @@ class Case:
             parameter.grad = gradient
 
     def reset(self, random_state: bool = True, buffers: bool = True) -> None:
-        """Put the buffers, and the random state, back to what they were at the start."""
+        """Restore the buffers and the random state of the start."""
         with torch.no_grad():
             for module, name, buffer, value in self._buffers if buffers else ():
                 buffer.copy_(value)
                 module._buffers[name] = buffer
         if random_state:
-            _set_random_state(self._random)
+            rng.restore(self._random)
 
-    def moved_buffers(self) -> list[str]:
-        """Name the buffers that are not what they were at the start."""
+    def changed_buffers(self) -> list[str]:
+        """Name the buffers that have changed since the start."""
         names = {module: name for name, module in self.model.named_modules()}
         return [
             f"{names[module]}.{name}".removeprefix(".")
@@ -149,46 +154,44 @@ class Case:
 
     def whole(
         self,
-        batch: Any = None,
+        batch: Batch = None,
         *,
         loss: str | None = None,
-        same_numbers: bool = True,
+        same_random_state: bool = True,
         same_buffers: bool = True,
     ) -> Gradients:
-        """Give the gradient of one plain backward over the batch.
+        """Return the gradient of one plain backward over the batch.
 
         Args:
             batch: another batch than the case's.
             loss: only this one of the losses.
-            same_numbers: draw the same random numbers as every other run.
-            same_buffers: start from the same buffers, not from those that the last run left.
+            same_random_state: draw the same random numbers as every other run.
+            same_buffers: start from the original buffers, not from those of the last run.
         """
-        self.reset(random_state=same_numbers, buffers=same_buffers)
+        self.reset(random_state=same_random_state, buffers=same_buffers)
         batch = self.batch if batch is None else batch
         value = self.loss(batch, loss)
         value = value / self.items(batch) if self.reduction == "sum" else value
         torch.autograd.backward(value)
         return self._collect()
 
-    def split(self, sizes: Sequence[int]) -> Gradients:
-        """Give the gradient of the batch in micro-batches of these sizes, accumulated."""
-        from accumplug.accumulator import Accumulator
-
+    def accumulated(self, split: Split) -> Gradients:
+        """Return the gradient of the batch accumulated over micro-batches of these sizes."""
         self.reset()
-        pieces = cut(self.batch, sizes)
+        pieces = cut(self.batch, split)
         if self.loop is not None:
             self._run_loop(self.loop, pieces)
             return self._collect()
         accum = Accumulator(len(pieces))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "BatchNorm sees micro-batches")  # said as a reason
+            warnings.filterwarnings("ignore", "BatchNorm sees micro-batches")  # given as a reason
             for piece in pieces:
                 with accum(self.model, weight=self.items(piece)):
                     accum.backward(self.loss(piece), reduction=self.reduction)
         return self._collect()
 
-    def _run_loop(self, loop: Loop, pieces: Sequence[Any]) -> None:
-        """Run the user's own loop, which must leave the weights alone."""
+    def _run_loop(self, loop: Loop, pieces: Sequence[Batch]) -> None:
+        """Run the user's own loop, which must not change the weights."""
         before = [(n, p, p.detach().clone()) for n, p in self.model.named_parameters()]
         loop(self.model, pieces)
         changed = [name for name, p, value in before if not torch.equal(p, value)]
@@ -201,32 +204,14 @@ class Case:
                 "gradient in .grad"
             )
 
-    def loss(self, batch: Any, only: str | None = None) -> Tensor:
-        """Give the sum of the losses on the batch, or only one of them."""
+    def loss(self, batch: Batch, only: str | None = None) -> Tensor:
+        """Compute the sum of the losses on the batch, or only one of them."""
         return call_loss(self.losses if only is None else self.losses[only], self.model, batch)
 
     def _collect(self) -> Gradients:
-        """Take the gradients out of the model."""
+        """Move the gradients out of the model."""
         parameters = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         gradients = {name: p.grad for name, p in parameters}
         for _, parameter in parameters:
             parameter.grad = None
         return gradients
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    return state
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""The throughput curve as numbers, a table, a sentence and a file; measured in sweep.py."""
+"""The throughput curve that a sweep measured: numbers, a table, a sentence, a file, a picture."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accumplug.analysis.plotting import curve_figure, save
 from accumplug.noise.scale import NoiseEstimate
 
 __all__ = ["Curve", "CurveRow"]
 
 SCHEMA = "accum-curve.v1"
 SATURATED = 0.95
-SCATTER = 0.1  # a share above 1, or one that falls with the batch, by more than this is noise
+SCATTER = 0.1  # a share this far above 1, or that falls this far as the batch grows, is noise
 
 
 @dataclass(frozen=True)
 class CurveRow:
-    """One number of accumulation steps. Times are medians over the measured windows.
+    """The measurement for one number of accumulation steps. Times are medians over windows.
 
     Attributes:
         accum_steps: micro-batches per window on one rank.
@@ -29,19 +30,19 @@ class CurveRow:
         effective_batch: items per update over all ranks.
         world_size: ranks.
         samples_per_sec: effective_batch / median_step_ms.
-        median_step_ms: one whole update: its micro-batches, the reduction, the optimizer.
+        median_step_ms: time of one update: its micro-batches, the reduction, the optimizer step.
         forward_backward_ms: the part of it inside forward and backward passes.
-        rest_ms: the other part: optimizer, zeroing, accounting.
-        share_of_limit: time of as many forward and backward passes alone / time of the window.
-            Alone means of the bare model, into a `.grad` that is there already; measured right
-            after each window and compared with it, so that a machine that slows down slows both.
+        rest_ms: the remaining part: optimizer, zeroing, bookkeeping.
+        share_of_limit: time of the same number of forward and backward passes alone / time of
+            the window. "Alone" means the bare model, with gradients added to an existing `.grad`.
+            It is measured right after each window, so that a slow machine slows both.
         limit_samples_per_sec: samples_per_sec / share_of_limit.
-        updates: windows that were measured.
-        sync_calls: gradient reductions per update, counted in a communication hook of DDP: with
-            several ranks in the measured windows, in a single process in the first window,
-            which runs in DDP for that.
-        avg_loss: mean loss of these windows.
-        peak_memory_mib: highest memory while the row ran.
+        updates: measured windows.
+        sync_calls: gradient reductions per update, counted in a DDP communication hook. With
+            several ranks they are counted in the measured windows; in a single process in the
+            first window, which runs in DDP for this purpose.
+        avg_loss: mean loss over the measured windows.
+        peak_memory_mib: peak memory during the row.
     """
 
     accum_steps: int
@@ -62,13 +63,13 @@ class CurveRow:
 
 @dataclass(frozen=True)
 class Curve:
-    """What `sweep_effective_batches` measured.
+    """The result of `sweep_effective_batches`.
 
     Attributes:
-        rows: one for each number of accumulation steps.
-        device: what it ran on, with the number of CPU threads.
-        memory_is: what peak_memory_mib of a row is.
-        noise: the gradient noise scale at the model's weights; None if not asked for.
+        rows: one row for each number of accumulation steps.
+        device: the device, and on a CPU its number of threads.
+        memory_is: the meaning of `peak_memory_mib`.
+        noise: the gradient noise scale at the model's weights; None if it was not estimated.
     """
 
     rows: tuple[CurveRow, ...]
@@ -78,12 +79,12 @@ class Curve:
 
     @property
     def limit_samples_per_sec(self) -> float:
-        """Items per second of forward and backward alone: the median of the rows' limits."""
+        """Items per second of forward and backward passes alone: the median over the rows."""
         return statistics.median(row.limit_samples_per_sec for row in self.rows)
 
     @property
     def sentence(self) -> str:
-        """What the curve means: where it saturates, what an update costs, which batch pays."""
+        """The meaning of the curve: where it saturates, and the cost of an update."""
         first, last = self.rows[0], self.rows[-1]
         reached = next((row for row in self.rows if row.share_of_limit >= SATURATED), None)
         shares = [row.share_of_limit for row in self.rows]
@@ -108,7 +109,7 @@ class Curve:
         alone = first.median_step_ms * first.share_of_limit / first.accum_steps
         cost = max(0.0, first.median_step_ms * (1 - first.share_of_limit))
         text = (
-            f"{where}. An update costs {_brief(cost)} ms beside its forward and backward passes, "
+            f"{where}. An update costs {_brief(cost)} ms besides its forward and backward passes, "
             f"as much as {_brief(cost / alone)} micro-batches of {first.micro_batch}."
         )
         if self.noise is not None:
@@ -116,7 +117,7 @@ class Curve:
         return text
 
     def table(self) -> str:
-        """Give the rows as text."""
+        """Format the rows as text."""
         head = (
             f"{'steps':>5} {'effective':>9} {'samples/s':>10} {'of limit':>8} {'update ms':>10} "
             f"{'fwd+bwd':>8} {'rest':>7} {'updates':>7} {'syncs/update':>12} {'loss':>8} {'MiB':>6}"
@@ -131,28 +132,39 @@ class Curve:
         return "\n".join([head, *lines])
 
     def as_json(self) -> dict[str, Any]:
-        """Give the content of accum-curve.json."""
-        noise = None if self.noise is None else asdict(self.noise)
-        if noise is not None and not math.isfinite(noise["high"]):
-            noise["high"] = None
+        """Return the content of accum-curve.json; a number that is not finite becomes None."""
         return {
             "schema": SCHEMA,
             "limit_samples_per_sec": self.limit_samples_per_sec,
             "sentence": self.sentence,
             "device": self.device,
             "memory_is": self.memory_is,
-            "noise_scale": noise,
-            "rows": [asdict(row) for row in self.rows],
+            "noise_scale": None if self.noise is None else _finite(asdict(self.noise)),
+            "rows": [_finite(asdict(row)) for row in self.rows],
         }
 
     def write(self, path: str | Path) -> Path:
-        """Write accum-curve.json, making its directory."""
+        """Write accum-curve.json, and make its directory if there is none."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
         return path
 
+    def draw(self, png: str | Path) -> Path:
+        """Draw samples per second and their limit against the effective batch, as a PNG file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return save(curve_figure(self.as_json()), Path(png))
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity."""
+    bad = (name for name, v in fields.items() if isinstance(v, float) and not math.isfinite(v))
+    return fields | dict.fromkeys(bad)
+
 
 def _brief(number: float) -> str:
-    """Give two digits, or all before the point."""
+    """Format with two digits, or with all digits before the point."""
     return f"{number:.2g}" if number < 10 else f"{number:,.0f}"

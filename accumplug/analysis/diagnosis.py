@@ -1,4 +1,4 @@
-"""Why micro-batches don't add up to the large batch: found by running, not by name."""
+"""Why micro-batches do not add up to the large batch: found by running, not by name."""
 
 from __future__ import annotations
 
@@ -10,58 +10,69 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from accumplug.analysis.batch_tree import cut
-from accumplug.analysis.comparison import Case, Gradients, compare, dense, dot, fit
-from accumplug.analysis.coupling import coupling, lowest_precision, names, quiet
+from accumplug.analysis.comparison import (
+    Case,
+    Gradients,
+    Split,
+    dense,
+    dot,
+    fit,
+    relative_difference,
+)
+from accumplug.analysis.coupling import coupling, eval_mode, list_names
+from accumplug.analysis.precision import Precision
 
-__all__ = ["notes", "reasons", "sizes"]
-
-Split = tuple[int, ...]
+__all__ = ["describe_split", "notes", "reasons"]
 
 
 def notes(case: Case, reference: Gradients, passed_within: float | None) -> list[str]:
-    """Say what is worth knowing even if the check passed (within that bound)."""
+    """Return remarks that matter even if the check passed (within that bound)."""
     found = []
     if unused := [name for name, gradient in reference.items() if gradient is None]:
-        found.append(f"left without a gradient by this batch: {names(unused)}")
+        found.append(f"left without a gradient by this batch: {list_names(unused)}")
     if passed_within is None:
         return found
     if not dot(reference, reference):
         found.append("the large batch's gradient is 0, so nothing was compared")
-    elif _apart(reference, case.whole(same_numbers=False)) > passed_within:
+    elif relative_difference(reference, case.whole(same_random_state=False)) > passed_within:
         found.append(
-            f"{_drawn(case)}: here, micro-batches happened to draw what the large batch draws; "
-            "on another device, or in another split, they need not"
+            f"{_random_source(case)}: here, the micro-batches happened to draw the same numbers as "
+            "the large batch; on another device, or in another split, they may not"
         )
     return found
 
 
 def reasons(
-    case: Case, reference: Gradients, runs: Mapping[Split, Gradients], bound: float
+    case: Case,
+    reference: Gradients,
+    runs: Mapping[Split, Gradients],
+    bound: float,
+    precision: Precision,
 ) -> list[str]:
-    """Say why the accumulated gradients are not within `bound` of the reference."""
+    """Find out why the accumulated gradients are not within `bound` of the reference."""
     if not all(bool(dense(g).isfinite().all()) for g in reference.values()):
         return ["the large batch's own gradient is not finite: look at its loss first"]
     if empty := _not_finite(case, runs):
         return [empty]
-    dtype, eps = lowest_precision(case, reference)
-    tolerance = max(bound, 16 * eps)
+    tolerance = max(bound, 16 * precision.eps)
     found = _one_sided(reference, runs)
-    if max(compare(reference, run).overall.relative for run in runs.values()) <= tolerance > bound:
-        return [*found, f"not more than the rounding of {dtype} ({eps:.0e}): {_FINER}"]
+    if max(relative_difference(reference, run) for run in runs.values()) <= tolerance > bound:
+        said = f"no more than the rounding of {precision.name} ({precision.eps:.0e}) may explain"
+        return [*found, f"{said}: {_FINER}"]
     if factor := _factor(case, reference, runs, tolerance):
         return [*found, factor]
-    moving, stops = _moving(case, reference, runs, tolerance)
-    found += moving
+    changing, stops = _changing(case, reference, runs, tolerance, precision)
+    found += changing
     if not stops:
         return found
-    with quiet(case.model, _BatchNorm) if moving else nullcontext():
+    with eval_mode(case.model, _BatchNorm) if changing else nullcontext():
         found += coupling(case, tolerance)
     if not found and case.loop is not None:
         found = _own_loop(case, runs)
     elif not found:
-        wrong = [split for split, run in runs.items() if _apart(reference, run) > tolerance]
+        wrong = [s for s, run in runs.items() if relative_difference(reference, run) > tolerance]
         found = _weights(case, min(wrong, key=len), tolerance)
-    return found or [f"the cause was not recognised; {_FINER}"]
+    return found or [f"the cause is not known; {_FINER}"]
 
 
 _FINER = "check in float32 or float64 to tell rounding from a fault, or give a larger bound"
@@ -73,29 +84,30 @@ def _not_finite(case: Case, runs: Mapping[Split, Gradients]) -> str | None:
         for number, piece in enumerate(cut(case.batch, split), 1):
             if case.items(piece) and not bool(case.loss(piece).isfinite()):
                 return (
-                    f"the loss of micro-batch {number} of {len(split)} is not finite, as that of a "
-                    "mean over no target is: count what the loss is a mean over with items=, so "
-                    "that its weight is 0"
+                    f"the loss of micro-batch {number} of {len(split)} is not finite, like a mean "
+                    "over no target: let items= count what the loss is a mean over, so that its "
+                    "weight is 0"
                 )
     return None
 
 
 def _one_sided(reference: Gradients, runs: Mapping[Split, Gradients]) -> list[str]:
-    """Find parameters that have a gradient in the one and none in the other."""
-    lost = {n for run in runs.values() for n in run if run[n] is None and reference[n] is not None}
-    won = {n for run in runs.values() for n in run if run[n] is not None and reference[n] is None}
+    """Find parameters with a gradient in one of the two and none in the other."""
+    both = [(n, reference[n], run[n]) for run in runs.values() for n in run]
+    lost = {n for n, whole, accumulated in both if whole is not None and accumulated is None}
+    won = {n for n, whole, accumulated in both if whole is None and accumulated is not None}
     found = []
     if lost:
-        found.append(f"no gradient reached {names(sorted(lost))} in the micro-batches")
+        found.append(f"no gradient reached {list_names(sorted(lost))} in the micro-batches")
     if won:
-        found.append(f"only micro-batches, not the large batch, gave {names(sorted(won))} any")
+        found.append(f"a gradient reached {list_names(sorted(won))} only in the micro-batches")
     return found
 
 
 def _factor(
     case: Case, reference: Gradients, runs: Mapping[Split, Gradients], tolerance: float
 ) -> str | None:
-    """Recognise a gradient that is right but for one factor, in splits of equal sizes."""
+    """Recognise a gradient that is wrong by one factor, in splits of equal sizes."""
     for split, run in runs.items():
         k, square = len(split), dot(run, run)
         if len(set(split)) > 1 or k == 1 or not square:
@@ -107,11 +119,11 @@ def _factor(
         said = f"{k} micro-batches give {factor:.4g} times the large batch's gradient"
         if math.isclose(factor, 1 / k, rel_tol=1e-2):
             if case.loop is not None:
-                return f"{said}, 1/{k}: it is divided by the number of micro-batches twice"
+                return f"{said}, 1/{k}: it is divided twice by the number of micro-batches"
             return (
-                f"{said}, 1/{k}: the loss adds up over micro-batches where it should be a mean. "
-                'Either it is a sum over its items (say so: reduction="sum"), or it divides by '
-                "the whole batch or the number of micro-batches itself (let it not)"
+                f"{said}, 1/{k}: the loss is not a mean over the items of its micro-batch. Either "
+                'it is a sum over them (then pass reduction="sum"), or it already divides by the '
+                "whole batch or the number of micro-batches (remove that division)"
             )
         if math.isclose(factor, k, rel_tol=1e-2):
             if case.loop is not None:
@@ -119,63 +131,66 @@ def _factor(
             if case.reduction == "sum":
                 return f"{said}: the loss is a mean over its items already, not a sum"
             return (
-                f"{said}: the loss is divided by the number of its items once too often, as a "
-                "mean is that is divided again"
+                f"{said}: the loss is divided by the number of its items once too often, like a "
+                "mean that is divided again"
             )
         return f"{said}: a constant factor is applied once too often, or is missing"
     return None
 
 
-def _moving(
-    case: Case, reference: Gradients, runs: Mapping[Split, Gradients], tolerance: float
+def _changing(
+    case: Case,
+    reference: Gradients,
+    runs: Mapping[Split, Gradients],
+    tolerance: float,
+    precision: Precision,
 ) -> tuple[list[str], bool]:
-    """Find what moves between two forward passes, by running again; say if eval mode stops it."""
-    if _apart(reference, case.whole()) > tolerance:
+    """Find out what changes from one forward pass to the next, and whether eval mode stops it."""
+    if relative_difference(reference, case.whole()) > tolerance:
+        settings = f" ({precision.settings})" if precision.settings else ""
         return [
-            "two runs from the same random state differ: the model or the loss keeps something "
-            "from run to run that is neither parameter nor buffer, or is not deterministic"
+            "two runs from the same random state differ: the model or the loss keeps state that "
+            f"is neither a parameter nor a buffer, or is not deterministic{settings}"
         ], False
     found = []
-    if _apart(reference, case.whole(same_numbers=False)) > tolerance:
-        found.append(f"{_drawn(case)}: micro-batches draw other numbers than the large batch does")
-    case.whole()
-    moved = case.moved_buffers()
-    if moved and _apart(reference, case.whole(same_buffers=False)) > tolerance:
+    if relative_difference(reference, case.whole(same_random_state=False)) > tolerance:
         found.append(
-            f"each forward changes buffers that the next one reads ({names(moved)}), so "
-            "micro-batches see others than the large batch does"
+            f"{_random_source(case)}: the micro-batches draw other numbers than the large batch"
+        )
+    case.whole()
+    changed = case.changed_buffers()
+    if changed and relative_difference(reference, case.whole(same_buffers=False)) > tolerance:
+        found.append(
+            f"each forward pass changes buffers that the next one reads ({list_names(changed)}), "
+            "so the micro-batches see other values than the large batch"
         )
     if not found:
         return [], True
-    with quiet(case.model, _BatchNorm):
+    with eval_mode(case.model, _BatchNorm):
         whole = case.whole()
-        again = [case.whole(same_buffers=False), case.whole(same_numbers=False)]
-        left = max(_apart(whole, case.split(split)) for split in runs)
-    if max(_apart(whole, run) for run in again) > tolerance:
-        found[-1] += "; eval mode does not stop it, so nothing more can be told"
+        again = [case.whole(same_buffers=False), case.whole(same_random_state=False)]
+        left = max(relative_difference(whole, case.accumulated(split)) for split in runs)
+    if max(relative_difference(whole, run) for run in again) > tolerance:
+        found[-1] += "; eval mode does not stop it, so nothing more can be found out"
         return found, False
-    found[-1] += f"; with it off (eval mode) the relative difference is {left:.1e}"
+    found[-1] += f"; without it (eval mode) the relative difference is {left:.1e}"
     if left <= tolerance:
-        found[-1] += ", so all the rest is right"
+        found[-1] += ", so everything else is right"
     return found, True
 
 
-def _apart(one: Gradients, other: Gradients) -> float:
-    return compare(one, other).overall.relative
-
-
-def _drawn(case: Case) -> str:
-    """Name what draws random numbers."""
+def _random_source(case: Case) -> str:
+    """Name the modules that draw random numbers."""
     layers = [
         name or type(module).__name__
         for name, module in case.model.named_modules()
         if isinstance(module, _DropoutNd) and module.training and module.p > 0
     ]
-    return f"dropout without a fixed seed in {names(layers)}" if layers else "random numbers"
+    return f"dropout without a fixed seed in {list_names(layers)}" if layers else "random numbers"
 
 
 def _weights(case: Case, split: Split, tolerance: float) -> list[str]:
-    """Find out which weights the micro-batches of `split` would have needed."""
+    """Find out which weights the micro-batches of `split` need."""
     pieces = cut(case.batch, split)
     given = [case.items(piece) for piece in pieces]
     found = []
@@ -185,25 +200,25 @@ def _weights(case: Case, split: Split, tolerance: float) -> list[str]:
         gaps = [abs(n - share) for n, share in zip(needed, shares, strict=True)]
         if case.reduction == "sum" or max(gaps) <= tolerance:
             continue
-        counts = f"its micro-batches ({sizes(split)}) count as {_shares(needed)}"
+        counts = f"its micro-batches ({describe_split(split)}) count as {_shares(needed)}"
         if all(math.isclose(n, 1, abs_tol=tolerance) for n in needed):
-            found.append(f'{name} is a sum over its items, not a mean: say reduction="sum"')
+            found.append(f'{name} is a sum over its items, not a mean: pass reduction="sum"')
         elif not math.isclose(sum(needed), 1, abs_tol=tolerance):
             found.append(
-                f"{name} is no mean over items: {counts}, which does not add up to 1 (a root or a "
-                "ratio of means is like that)"
+                f"{name} is no mean over items: {counts}, which does not add up to 1 (like a root "
+                "or a ratio of means)"
             )
         else:
             found.append(
-                f"{name} is a mean over something else than what the weights count: {counts}, the "
-                f"weights given are {_shares(shares)}. Pass items= (in a loop: weight=), e.g. the "
-                "number of target tokens; terms with different denominators need extra="
+                f"{name} is a mean over other items than the weights count: {counts}, the given "
+                f"weights are {_shares(shares)}. Pass items= (in a loop: weight=), e.g. the number "
+                "of target tokens; terms with different denominators need extra="
             )
     return found
 
 
 def _own_loop(case: Case, runs: Mapping[Split, Gradients]) -> list[str]:
-    """Say how much each micro-batch counted in the loop that was given, and should have."""
+    """Compare the weight of each micro-batch in the user's loop with the right one."""
     found = []
     for split, run in runs.items():
         pieces = cut(case.batch, split)
@@ -212,7 +227,7 @@ def _own_loop(case: Case, runs: Mapping[Split, Gradients]) -> list[str]:
         right = [weight / sum(weights) for weight in weights]
         if left < 1e-3 and max(abs(a - b) for a, b in zip(shares, right, strict=True)) > 1e-3:
             found.append(
-                f"the loop lets micro-batches of {'+'.join(map(str, split))} count as "
+                f"in the loop, micro-batches of {'+'.join(map(str, split))} count as "
                 f"{_shares(shares)}; right is {_shares(right)}"
             )
     return found
@@ -222,8 +237,8 @@ def _shares(numbers: Sequence[float]) -> str:
     return " : ".join(f"{round(number, 6) + 0.0:.3g}" for number in numbers)  # no -0
 
 
-def sizes(split: Split) -> str:
-    """Say how a batch was split, in few characters."""
+def describe_split(split: Split) -> str:
+    """Describe a split in few characters."""
     if len(set(split)) == 1:
         return f"{len(split)} x {split[0]}"
     text = " + ".join(map(str, split))

@@ -1,43 +1,50 @@
-"""The proof on one's own model: one large batch against the same batch in micro-batches."""
+"""The equivalence check: one large batch against the same batch in micro-batches, on any model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
-from torch import nn
 
 from accumplug.analysis import diagnosis
-from accumplug.analysis.batch_tree import items_in
-from accumplug.analysis.comparison import Case, Difference, Loop, compare, dense
-from accumplug.analysis.sync_counter import Losses
-from accumplug.analysis.sync_counter import StepResult as StepResult
-from accumplug.analysis.sync_counter import SyncCounter as SyncCounter
-from accumplug.analysis.sync_counter import sync_counter as sync_counter
-from accumplug.analysis.sync_counter import train_one_optimizer_step as train_one_optimizer_step
+from accumplug.analysis.batch_tree import Batch, items_in
+from accumplug.analysis.comparison import Case, Difference, Loop, Split, compare, dense
+from accumplug.analysis.precision import precision_of
+from accumplug.analysis.sync_counter import Losses, check_module
+from accumplug.analysis.targets import find_items
 
-Split = tuple[int, ...]
+__all__ = ["EquivalenceResult", "equivalence_check"]
+
+BOUND = 1e-4
+ROUNDINGS = 4
+"""The default bound in units of the coarsest format's rounding, where that is above 1e-4.
+
+Measured on four kinds of models (MLPs, transformer layers, convolutions) in bf16, fp16 and under
+autocast: at most 1.6 for up to 64 micro-batches, where a wrong weight makes 10 and more.
+"""
 
 
 @dataclass(frozen=True)
 class EquivalenceResult:
-    """What `equivalence_check` found; printed, it reads as an answer.
+    """The result of `equivalence_check`; printed, it reads as an answer.
 
     Attributes:
-        passed: whether every split came within the bound.
-        max_abs_diff: largest difference of one number in the gradient, over all splits.
+        passed: whether every split is within the bound.
+        max_abs_diff: largest absolute difference of one gradient element, over all splits.
         relative: norm of the difference / norm of the large batch's gradient; worst split.
-        bound: what was asked.
-        largest: largest number in the large batch's gradient.
-        items: items in the large batch.
-        dtype: of the gradient.
-        splits: the difference for each split, which is the sizes of its micro-batches.
-        parameters: the difference for each parameter; worst split. One whose true gradient is
-            0 may show a large relative difference that means nothing.
+        bound: the bound that was applied to both.
+        largest: largest absolute element of the large batch's gradient.
+        items: rows in the large batch.
+        precision: the coarsest number format of the check, e.g. "float32", "bfloat16", "TF32".
+        eps: its relative rounding.
+        settings: torch's settings for TF32 and cuDNN; empty on a CPU.
+        splits: the difference for each split, given as the sizes of its micro-batches.
+        parameters: the difference for each parameter; worst split. Where the true gradient is 0,
+            a large relative difference means nothing.
         reasons: why it failed; empty if it passed.
-        notes: what is worth knowing anyway.
+        notes: other remarks.
     """
 
     passed: bool
@@ -46,7 +53,9 @@ class EquivalenceResult:
     bound: float
     largest: float
     items: int
-    dtype: torch.dtype
+    precision: str
+    eps: float
+    settings: str
     splits: Mapping[Split, Difference]
     parameters: Mapping[str, Difference]
     reasons: tuple[str, ...]
@@ -60,17 +69,15 @@ class EquivalenceResult:
             f"batch of {self.items} items",
             f"largest difference {self.max_abs_diff:.1e} (bound {self.bound:.0e}; the gradient's "
             f"largest number is {self.largest:.1e})",
-            f"relative difference {self.relative:.1e} ({_name(self.dtype)} rounds to "
-            f"{torch.finfo(self.dtype).eps:.1e})",
+            f"relative difference {self.relative:.1e} ({self.precision} rounds to {self.eps:.1e})",
+            *([f"settings: {self.settings}"] if self.settings else []),
             "",
             f"  {'micro-batches':<34}{head}",
         ]
         for split, gap in self.splits.items():
-            lines.append(f"  {diagnosis.sizes(split):<34}{gap.max_abs:>20.1e}{gap.relative:>12.1e}")
-        lines += [
-            "",
-            f"  {'parameter (largest first)':<34}{'largest difference':>20}{'relative':>12}",
-        ]
+            name = diagnosis.describe_split(split)
+            lines.append(f"  {name:<34}{gap.max_abs:>20.1e}{gap.relative:>12.1e}")
+        lines += ["", f"  {'parameter (largest first)':<34}{head}"]
         by_size = sorted(self.parameters.items(), key=lambda item: -item[1].max_abs)
         for name, gap in by_size[:5]:
             lines.append(f"  {name:<34}{gap.max_abs:>20.1e}{gap.relative:>12.1e}")
@@ -82,20 +89,20 @@ class EquivalenceResult:
 
 
 def equivalence_check(
-    model: nn.Module,
-    batch: Any,
+    model: torch.nn.Module,
+    batch: Batch,
     loss_fn: Losses,
     *,
     splits: Sequence[Sequence[int]] | None = None,
-    items: Callable[[Any], float] = items_in,
-    reduction: str = "mean",
-    bound: float = 1e-4,
+    items: Callable[[Batch], float] | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    bound: float | None = None,
     loop: Loop | None = None,
 ) -> EquivalenceResult:
-    """Compare the gradient of one large batch with that of its micro-batches, accumulated.
+    """Compare the gradient of one large batch with the one accumulated over its micro-batches.
 
     The reference is one plain backward over `batch`; the splits run through an `Accumulator`.
-    The model comes back as it was: gradients, buffers, modes and random states.
+    Afterwards the model has its gradients, buffers, modes and random states back.
 
     It passes if, for every split, the largest difference is at most `bound` (times the largest
     number of the gradient, where that is above 1) and the relative difference is too, so
@@ -110,48 +117,61 @@ def equivalence_check(
         batch: tensors whose first dimension counts the items, alone or in tuples, lists, dicts
             and dataclasses, nested.
         loss_fn: `loss_fn(model, batch)`, a mean over the items of the batch; or a criterion of
-            torch for a batch that is (inputs, targets); or several by name, which are summed.
+            torch for a batch that is (inputs, targets); or a mapping of named losses, which are
+            summed.
         splits: sizes of the micro-batches, e.g. `[(8, 8), (3, 13)]`; by default halves,
             quarters and three uneven pieces.
-        items: counts what the loss is a mean over (e.g. target tokens); rows by default.
+        items: counts what the loss is a mean over. By default the rows, or the targets whose
+            label is not ignored (-100, or the criterion's `ignore_index`) where there are such.
         reduction: "mean", or "sum" for a loss that is a sum over the items.
-        loop: your own loop to be checked in place of the Accumulator: called with the model and
-            the list of micro-batches, it leaves the gradient in `.grad`.
+        bound: largest allowed difference. By default 1e-4, or 4 times the rounding of the coarsest
+            number format where that is more: 0.03 for bfloat16, 4e-3 for float16 and TF32.
+        loop: your own loop, checked in place of the Accumulator. It is called with the model and
+            the list of micro-batches, and leaves the gradient in `.grad`.
 
     Returns:
-        What was found: `passed`, `max_abs_diff`, `relative`, per split and per parameter, and the
-        `reasons` if it failed. Printed, it reads as an answer.
+        An `EquivalenceResult`: `passed`, the differences overall, per split and per parameter, and
+        the `reasons` if it failed.
 
     Raises:
-        ValueError: the batch can't be cut so, the loss is not one number or reaches no parameter,
-            or `bound` is not a number of at least 0.
+        TypeError: `model`, `loss_fn` or the loss has the wrong type.
+        ValueError: the batch can't be split so, the loss is not one number or reaches no
+            parameter, or `bound` is below 0.
         RuntimeError: there are several ranks; the check is for a single process.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise RuntimeError("equivalence_check is for a single process; run it without torchrun")
-    if not bound >= 0:
+    check_module(model)
+    if bound is not None and not bound >= 0:
         raise ValueError(f"bound must be a number of at least 0, got {bound!r}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    if items is not None and not callable(items):
+        raise TypeError(f"items must be a function that counts a batch, got {items!r}")
     losses = dict(loss_fn) if isinstance(loss_fn, Mapping) else {"the loss": loss_fn}
     count = items_in(batch)
     chosen = default_splits(count) if splits is None else [tuple(split) for split in splits]
     if not chosen:
         raise ValueError("there is nothing to compare: give at least one split")
-    if not (counted := float(items(batch))) > 0:
-        raise ValueError(f"items= counts {counted:g} items in the large batch")
-    case = Case(model, batch, losses, items, reduction, loop)
+    case = Case(model, batch, losses, items or items_in, reduction, loop)
     with torch.enable_grad(), case:
+        counted = None
+        if items is None:
+            case.items, counted = find_items(case, chosen)
+        if not (total := float(case.items(batch))) > 0:
+            raise ValueError(f"items= counts {total:g} items in the large batch")
         reference = case.whole()
         graded = [gradient for gradient in reference.values() if gradient is not None]
         if not graded:
-            raise ValueError("the loss reached no parameter: none has a gradient")
+            raise ValueError("the loss reaches no parameter: none has a gradient")
+        precision = precision_of(case, reference)
+        bound = max(BOUND, ROUNDINGS * precision.eps) if bound is None else bound
         largest = max(float(dense(gradient).abs().max()) for gradient in graded)
-        runs = {split: case.split(split) for split in chosen}
+        runs = {split: case.accumulated(split) for split in chosen}
         found = {split: compare(reference, run) for split, run in runs.items()}
         gap = _worst([one.overall for one in found.values()])
         passed = gap.max_abs <= bound * max(1.0, largest) and gap.relative <= bound
-        reasons = [] if passed else diagnosis.reasons(case, reference, runs, bound)
+        reasons = [] if passed else diagnosis.reasons(case, reference, runs, bound, precision)
         notes = diagnosis.notes(case, reference, bound if passed else None)
     return EquivalenceResult(
         passed=passed,
@@ -160,21 +180,23 @@ def equivalence_check(
         bound=bound,
         largest=largest,
         items=count,
-        dtype=graded[0].dtype,
+        precision=precision.name,
+        eps=precision.eps,
+        settings=precision.settings,
         splits={split: one.overall for split, one in found.items()},
         parameters={n: _worst([o.parameters[n] for o in found.values()]) for n in reference},
         reasons=tuple(reasons),
-        notes=tuple(notes),
+        notes=(*([counted] if counted else []), *notes),
     )
 
 
 def default_splits(items: int) -> list[Split]:
-    """Give halves, quarters and three uneven pieces, as far as there are items for them.
+    """Return halves, quarters and three uneven pieces, as far as there are items for them.
 
-    No piece has a single item where that can be helped, as BatchNorm refuses one.
+    No piece has a single item where that can be avoided, since BatchNorm refuses one.
     """
     if items < 2:
-        raise ValueError(f"a batch of {items} item can't be split; the check needs at least 2")
+        raise ValueError(f"the check needs a batch of at least 2 items to split, got {items}")
     half, quarter = items // 2, items // 4
     splits: list[Split] = [(half, items - half)]
     if quarter > 1 or items == 4:
@@ -191,7 +213,3 @@ def _worst(differences: Sequence[Difference]) -> Difference:
         max(difference.max_abs for difference in differences),
         max(difference.relative for difference in differences),
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Whether a micro-batch of some size fits in memory: by running it, and the same on all ranks."""
+"""Finding out whether a micro-batch fits in memory, by running it; and the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from accumplug.analysis.bench import PeakMemory
 from accumplug.analysis.sync_counter import call_loss
 from accumplug.analysis.user_target import Target
 
-__all__ = ["Trial", "launched_ranks"]
+__all__ = ["Trial", "launched_ranks", "rank_device"]
 
 
 class Trial:
-    """Runs one update on micro-batches of a size, and says whether memory sufficed.
+    """Runs one update on micro-batches of a given size; returns whether there was enough memory.
 
     A micro-batch repeats the rows of the target's batch as often as needed; the optimizer is an
-    AdamW that leaves the weights where they are. On the CPU, where the system ends a process
-    that takes too much, a size is not tried if what an item took before says that it won't fit.
+    AdamW that does not change the weights. On the CPU, where the system kills a process that takes
+    too much memory, a size is not tried if the memory per item of smaller sizes rules it out.
     """
 
     def __init__(self, target: Target, device: torch.device) -> None:
+        if items_in(target.batch) < 1:
+            raise ValueError("the batch has no items to make a micro-batch of")
         self._target = target
         self._device = device
         self._model = target.model.to(device)
@@ -41,7 +43,7 @@ class Trial:
         self._least = 2 if norms else 1  # BatchNorm refuses a single item
 
     def __call__(self, size: int) -> bool:
-        """Try a micro-batch of `size` items."""
+        """Run a micro-batch of `size` items; return whether it fits."""
         if self._device.type == "cpu" and self._per_item * size > available_memory():
             return False
         self._memory.restart()
@@ -74,7 +76,7 @@ class Trial:
 
 
 def available_memory() -> float:
-    """Give the bytes that the system can still hand out, on Linux; elsewhere no limit."""
+    """Return the bytes that the system has available on Linux, and infinity elsewhere."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return float(fields["MemAvailable"].split()[0]) * 1024
@@ -84,10 +86,10 @@ def available_memory() -> float:
 
 @contextmanager
 def launched_ranks(backend: str | None = "gloo") -> Iterator[tuple[int, Callable[[int], int]]]:
-    """Give the number of ranks, and a function that finds the smallest number over them.
+    """Yield the number of ranks, and a function that returns the smallest number over them.
 
-    Under torchrun a process group is made, unless there is one, and taken down again. `backend`
-    None lets torch choose one for each kind of device.
+    Under torchrun a process group is made, unless there is one, and destroyed at the end.
+    `backend=None` lets torch choose one for each kind of device.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     made_group = launched > 1 and not dist.is_initialized()
@@ -98,6 +100,25 @@ def launched_ranks(backend: str | None = "gloo") -> Iterator[tuple[int, Callable
     finally:
         if made_group:
             dist.destroy_process_group()
+
+
+def rank_device(name: str | None = None) -> torch.device:
+    """Return this rank's device, and make it the current one of its kind.
+
+    Under torchrun a device without an index is the one with the rank's number on its machine
+    (LOCAL_RANK), so that the ranks do not all use the first one. `name` is a device as torch
+    writes it, by default the accelerator, or the CPU where there is none.
+    """
+    device = torch.device(name or torch.accelerator.current_accelerator() or "cpu")
+    if device.type == "cpu" or "LOCAL_RANK" not in os.environ:
+        return device
+    if device.index is None:
+        index, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+        if index >= count:
+            raise ValueError(f"rank {index} of this machine has no device: torch sees {count}")
+        device = torch.device(device.type, index)
+    torch.accelerator.set_device_index(device)
+    return device
 
 
 def _smallest(number: int) -> int:

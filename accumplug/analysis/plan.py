@@ -1,4 +1,4 @@
-"""From the batch that is wanted to the numbers of a run: steps, learning rate, micro-batch."""
+"""From a wanted effective batch to the numbers of a run: steps, learning rate, micro-batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ __all__ = ["ScaledLearningRate", "largest_micro_batch", "plan", "scale_learning_
 
 
 def plan(effective_batch: int, micro_batch: int, world_size: int = 1) -> int:
-    """Give the steps, micro-batches per window and rank, that make up `effective_batch` items.
+    """Return the steps (micro-batches per window and rank) that make up `effective_batch` items.
 
-    ```python
-    plan(512, 8, world_size=4)  # 16: 8 items x 16 micro-batches x 4 ranks
-    ```
+    >>> plan(512, 8, world_size=4)  # 8 items x 16 micro-batches x 4 ranks
+    16
 
     Args:
         effective_batch: items per update over all ranks.
@@ -22,31 +21,35 @@ def plan(effective_batch: int, micro_batch: int, world_size: int = 1) -> int:
         world_size: data-parallel ranks.
 
     Raises:
-        ValueError: a number is below 1, or `micro_batch * world_size` does not divide
+        TypeError: an argument is not an int.
+        ValueError: an argument is below 1, or `micro_batch * world_size` does not divide
             `effective_batch`. The message lists the nearest sizes that do.
     """
-    for name, value in (
-        ("effective_batch", effective_batch),
-        ("micro_batch", micro_batch),
-        ("world_size", world_size),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    _check_size("effective_batch", effective_batch)
+    _check_size("micro_batch", micro_batch)
+    _check_size("world_size", world_size)
     per_pass = micro_batch * world_size
     if effective_batch % per_pass:
         raise ValueError(_does_not_divide(effective_batch, micro_batch, world_size))
     return effective_batch // per_pass
 
 
+def _check_size(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def _does_not_divide(effective_batch: int, micro_batch: int, world_size: int) -> str:
-    """Say what was asked, and which effective batches and micro-batches would do."""
+    """Name the sizes that were asked for, and the nearest ones that are possible."""
     per_pass = micro_batch * world_size
     ranks = "" if world_size == 1 else f" x {world_size} ranks = {per_pass}"
     below = effective_batch // per_pass
     batches = [f"{n * per_pass} (steps {n})" for n in (below, below + 1) if n]
     per_rank, rest = divmod(effective_batch, world_size)
     if rest:
-        micros = f"no micro-batch fits, as {world_size} ranks do not divide {effective_batch}"
+        micros = f"no micro-batch is possible: {world_size} ranks do not divide {effective_batch}"
     else:
         sizes = _divisors(per_rank)
         near = [max(s for s in sizes if s < micro_batch)]
@@ -61,23 +64,23 @@ def _does_not_divide(effective_batch: int, micro_batch: int, world_size: int) ->
 
 
 def _divisors(number: int) -> list[int]:
-    """Give every whole number that divides `number`, in order."""
+    """Return every divisor of `number`, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 @dataclass(frozen=True)
 class ScaledLearningRate:
-    """Where a learning rate tuned at one effective batch may start at another.
+    """A learning rate tuned at one effective batch, scaled to another.
 
-    Both are starting points to tune from, not laws.
+    Both values are starting points for tuning, not laws.
 
     Attributes:
         factor: new effective batch / tuned effective batch.
         linear: `lr * factor`, for SGD with momentum and a warm-up (Goyal et al. 2017,
             arXiv 1706.02677; Krizhevsky 2014, arXiv 1404.5997, used it in practice).
         square_root: `lr * sqrt(factor)`, for Adam and RMSprop (Malladi et al. 2022,
-            arXiv 2205.10287), who move the betas and eps too; for SGD it keeps the variance
+            arXiv 2205.10287), who scale the betas and eps too; for SGD it keeps the variance
             of an update (Krizhevsky 2014).
     """
 
@@ -86,10 +89,10 @@ class ScaledLearningRate:
     square_root: float
 
     def adam_beta(self, beta: float) -> float:
-        """Move one of Adam's betas: `1 - factor * (1 - beta)` (Malladi et al. 2022).
+        """Scale one of Adam's betas: `1 - factor * (1 - beta)` (Malladi et al. 2022).
 
-        It holds what the average remembers, counted in items. Below 0 there is nothing left
-        to average: the rule does not reach so far, and the answer is 0.
+        This keeps the memory of the moving average, counted in items. Where the result would be
+        below 0 the rule does not apply, and the answer is 0.
         """
         return max(0.0, 1.0 - self.factor * (1.0 - beta))
 
@@ -102,8 +105,8 @@ def scale_learning_rate(lr: float, *, tuned_batch: int, effective_batch: int) ->
     """
     if not (lr > 0 and math.isfinite(lr)):
         raise ValueError(f"lr must be a number above 0, got {lr!r}")
-    if tuned_batch < 1 or effective_batch < 1:
-        raise ValueError(f"batches must be at least 1, got {tuned_batch} and {effective_batch}")
+    _check_size("tuned_batch", tuned_batch)
+    _check_size("effective_batch", effective_batch)
     factor = effective_batch / tuned_batch
     return ScaledLearningRate(factor, lr * factor, lr * math.sqrt(factor))
 
@@ -115,20 +118,26 @@ def largest_micro_batch(
     *,
     agree: Callable[[int], int] = int,
 ) -> int:
-    """Find the largest micro-batch that fits and keeps `effective_batch` whole.
+    """Find the largest micro-batch that fits and divides the rank's share of `effective_batch`.
 
-    Only sizes that divide the rank's share are tried, from 1 upwards, each about twice the
-    one before, until one does not fit; then the sizes between.
+    Only such sizes are tried, from 1 upwards, each about twice the one before, until one does not
+    fit; then the sizes between.
 
     Args:
-        fits: runs one micro-batch of that many items and says whether memory sufficed.
-        agree: gives the smallest of all ranks' answers; called once, by every rank.
+        fits: runs one micro-batch of that many items and returns whether it fits in memory.
+        effective_batch: items per update over all ranks.
+        world_size: data-parallel ranks.
+        agree: returns the smallest of all ranks' answers; every rank calls it once.
 
     Raises:
-        ValueError: `world_size` does not divide `effective_batch`, or not even 1 item fits.
+        TypeError: a number is not an int.
+        ValueError: a number is below 1, `world_size` does not divide `effective_batch`, or not
+            even 1 item fits.
     """
+    _check_size("effective_batch", effective_batch)
+    _check_size("world_size", world_size)
     per_rank, rest = divmod(effective_batch, world_size)
-    if rest or per_rank < 1:
+    if rest:
         raise ValueError(
             f"{world_size} ranks do not divide an effective batch of {effective_batch}"
         )

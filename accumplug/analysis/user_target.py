@@ -1,4 +1,4 @@
-"""The user's own model, batch and loss, named on the command line as `module:function`."""
+"""The user's model, batch and loss, named on the command line as `module:function`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from accumplug.analysis.batch_tree import items_in, mapped
-from accumplug.analysis.example import example
+from accumplug.analysis.batch_tree import Batch, mapped
 from accumplug.analysis.sync_counter import Losses
 
-__all__ = ["Target", "load_target"]
+__all__ = ["Target", "example", "load_target"]
 
 BUILT_IN = "example"
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the function gave: a model, a batch, a loss (or several by name), what counts items."""
+    """A model, a batch, a loss (or a mapping of named ones), and perhaps a count of items."""
 
     model: nn.Module
-    batch: Any
+    batch: Batch
     loss_fn: Losses
-    items: Callable[[Any], float] = items_in
+    items: Callable[[Batch], float] | None = None
 
     def double(self) -> Target:
-        """Give the same in double precision; whole numbers stay what they are."""
+        """Return the same in double precision; integers are kept."""
 
         def doubled(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -43,17 +44,16 @@ class Target:
 
 
 def load_target(name: str) -> Target:
-    """Call the function that `name` names, e.g. `my_package.train:parts` or `train.py:parts`.
+    """Call the function with this name, e.g. `my_package.train:parts` or `train.py:parts`.
 
     It takes no argument and returns (model, batch, loss), or (model, batch, loss, items).
-    `example` is the built-in one.
+    `example` is built in.
 
     Raises:
         ValueError: there is no such function, it takes arguments, or it returns something else.
     """
     if name == BUILT_IN:
-        model, batch, loss = example(items=256)
-        return Target(model, batch, loss)
+        return example(items=256)
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
         raise ValueError(f"{name!r} is not of the form module:function or file.py:function")
@@ -70,10 +70,32 @@ def load_target(name: str) -> Target:
         raise ValueError(f"{name} must return a torch model first, got a {type(found[0]).__name__}")
     if len(found) == 4 and not callable(found[3]):
         raise ValueError(
-            f"the fourth value of {name} is a function that counts the items of a batch, got an "
-            f"{type(found[3]).__name__}"
+            f"the fourth value of {name} must be a function that counts the items of a batch, got "
+            f"{found[3]!r}"
         )
     return Target(*found)
+
+
+def example(items: int = 64, width: int = 512, seed: int = 0) -> Target:
+    """Make a classifier with LayerNorm, a made-up batch that it can learn, and its loss.
+
+    The batch holds `items` vectors of 784 numbers in 10 classes; `width` is the hidden size (0.7
+    million parameters at 512). Nothing is downloaded, and no other random state changes.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Linear(784, width),
+            nn.LayerNorm(width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            nn.GELU(),
+            nn.Linear(width, 10),
+        )
+        inputs = torch.randn(items, 784)
+        targets = (inputs @ torch.randn(784, 10)).argmax(1)
+    return Target(model, (inputs, targets), nn.CrossEntropyLoss())
 
 
 def _wants_arguments(function: Callable[..., Any]) -> bool:
@@ -81,23 +103,23 @@ def _wants_arguments(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return True
-    except ValueError:  # it has no signature to look at
+    except ValueError:  # it has no signature
         return False
     return False
 
 
-def _import(place: str) -> Any:
-    """Import a module by name, from the working directory too, or a file by path."""
+def _import(place: str) -> ModuleType:
+    """Import a module by name (also from the working directory), or a file by path."""
     try:
         return _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     except SystemExit as error:
         raise ValueError(
-            f"{place} ends the process when it is imported: its script belongs under "
+            f"{place} ends the process when it is imported: move its script under "
             'if __name__ == "__main__"'
         ) from error
 
 
-def _import_module(name: str) -> Any:
+def _import_module(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
     try:
         if importlib.util.find_spec(name) is None:
@@ -107,8 +129,8 @@ def _import_module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _import_file(path: Path) -> Any:
-    """Import a file whatever its name, which may be that of another module."""
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, since its name may be that of another module."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     path = path.resolve()

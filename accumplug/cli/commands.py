@@ -1,4 +1,4 @@
-"""What each command of the command line does: it calls, prints and gives an exit code."""
+"""The commands of the command line: each calls, prints and returns an exit code."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import argparse
 import os
 import sys
 
-__all__ = ["BAD_INPUT", "FAILED", "GOOD", "check", "inspect", "plan", "report", "sweep"]
+import torch
+
+from accumplug.analysis.batch_tree import cut, items_in, take
+from accumplug.analysis.equivalence import equivalence_check
+from accumplug.analysis.memory_fit import Trial, launched_ranks, rank_device
+from accumplug.analysis.plan import largest_micro_batch, plan, scale_learning_rate
+from accumplug.analysis.plotting import need_matplotlib
+from accumplug.analysis.report import report
+from accumplug.analysis.sweep import sweep_effective_batches
+from accumplug.analysis.user_target import load_target
+from accumplug.noise.scale import ONE_DEVICE
+from accumplug.storage.inspect import inspect_command
+
+__all__ = ["BAD_INPUT", "FAILED", "GOOD"]
 
 GOOD, FAILED, BAD_INPUT = 0, 1, 2
 
 
-def plan(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
     """Print the steps, and where a tuned learning rate may start."""
-    from accumplug.analysis.plan import plan
-
     if (options.micro_batch is None) == (options.fit is None):
         raise ValueError("give either a micro-batch or --fit module:function")
     if options.tuned_batch is not None and options.lr is None:
@@ -48,14 +59,8 @@ def _is_first_rank() -> bool:
 
 
 def _largest_micro_batch(options: argparse.Namespace) -> tuple[int, int]:
-    """Try micro-batches on the device: give the largest that fits on all ranks, and the ranks."""
-    import torch
-
-    from accumplug.analysis.memory_fit import Trial, launched_ranks
-    from accumplug.analysis.plan import largest_micro_batch
-    from accumplug.analysis.user_target import load_target
-
-    device = torch.device(options.device or torch.accelerator.current_accelerator() or "cpu")
+    """Return the largest micro-batch that fits on the devices of all ranks, and the ranks."""
+    device = rank_device(options.device)
     trial = Trial(load_target(options.fit), device)
     with launched_ranks() as (launched, smallest):
         ranks = launched if options.world_size is None else options.world_size
@@ -64,9 +69,6 @@ def _largest_micro_batch(options: argparse.Namespace) -> tuple[int, int]:
 
 def _learning_rate(options: argparse.Namespace, one_pass: int) -> str:
     """Say where a tuned learning rate may start at the effective batch."""
-    from accumplug.analysis.plan import scale_learning_rate
-    from accumplug.noise.scale import ONE_DEVICE
-
     tuned = one_pass if options.tuned_batch is None else options.tuned_batch
     scaled = scale_learning_rate(
         options.lr, tuned_batch=tuned, effective_batch=options.effective_batch
@@ -86,11 +88,8 @@ def _learning_rate(options: argparse.Namespace, one_pass: int) -> str:
     )
 
 
-def check(options: argparse.Namespace) -> int:
-    """Print the answer of the equivalence check; 1 if it failed."""
-    from accumplug.analysis.equivalence import equivalence_check
-    from accumplug.analysis.user_target import load_target
-
+def run_check(options: argparse.Namespace) -> int:
+    """Print the result of the equivalence check; return 1 if it failed."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("the check is for a single process; run it without torchrun")
     target = load_target(options.target)
@@ -113,20 +112,11 @@ def check(options: argparse.Namespace) -> int:
     return GOOD if result.passed else FAILED
 
 
-def sweep(options: argparse.Namespace) -> int:
+def run_sweep(options: argparse.Namespace) -> int:
     """Measure, write and draw the throughput curve, and print it."""
-    import torch
-
-    from accumplug.analysis.batch_tree import cut, items_in, take
-    from accumplug.analysis.memory_fit import launched_ranks
-    from accumplug.analysis.plot_curve import draw_curve
-    from accumplug.analysis.plotting import need_matplotlib
-    from accumplug.analysis.sweep import sweep_effective_batches
-    from accumplug.analysis.user_target import load_target
-    from accumplug.noise.scale import ONE_DEVICE
-
     if not options.no_picture:
         need_matplotlib()
+    rank_device()
     target = load_target(options.target)
     count, size = items_in(target.batch) // max(1, options.micro_batch), options.micro_batch
     if size < 1 or count < 1:
@@ -149,14 +139,12 @@ def sweep(options: argparse.Namespace) -> int:
     print(f"measured on {curve.device}; MiB: {curve.memory_is}")
     print(options.output_dir / "accum-curve.json")
     if not options.no_picture:
-        print(draw_curve(curve.as_json(), options.output_dir / "accum-curve.png"))
+        print(curve.draw(options.output_dir / "accum-curve.png"))
     return GOOD
 
 
-def inspect(options: argparse.Namespace) -> int:
-    """Print what a checkpoint holds; 1 if it is damaged."""
-    from accumplug.storage.inspect import inspect_command
-
+def run_inspect(options: argparse.Namespace) -> int:
+    """Print what a checkpoint holds; return 1 if it is damaged."""
     text, code = inspect_command(options.directory, verify=options.verify)
     if code == BAD_INPUT:
         print(f"accumplug inspect: error: {text}", file=sys.stderr)
@@ -165,9 +153,7 @@ def inspect(options: argparse.Namespace) -> int:
     return code
 
 
-def report(options: argparse.Namespace) -> int:
-    """Draw a run's log and print where the picture is."""
-    from accumplug.analysis.report import report
-
+def run_report(options: argparse.Namespace) -> int:
+    """Draw a run's log, and print the path of the picture."""
     print(report(options.metrics, options.output))
     return GOOD

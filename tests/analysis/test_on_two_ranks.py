@@ -12,13 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from accumplug.analysis.equivalence import (
-    equivalence_check,
-    sync_counter,
-    train_one_optimizer_step,
-)
+from accumplug.analysis.equivalence import equivalence_check
 from accumplug.analysis.memory_fit import launched_ranks
 from accumplug.analysis.sweep import sweep_effective_batches
+from accumplug.analysis.sync_counter import sync_counter, train_one_optimizer_step
 from accumplug.cli.parser import main
 
 CRITERION = nn.CrossEntropyLoss()

@@ -43,15 +43,20 @@ def test_an_error_names_the_nearest_sizes_on_both_sides():
 
 def test_a_batch_that_the_ranks_do_not_divide_is_said_to_fit_no_micro_batch():
     """10 items on 3 ranks: no micro-batch can help."""
-    with pytest.raises(ValueError, match="no micro-batch fits, as 3 ranks do not divide 10"):
+    with pytest.raises(ValueError, match="no micro-batch is possible: 3 ranks do not divide 10"):
         plan(10, 2, 3)
 
 
-@pytest.mark.parametrize("bad", [0, -8, 2.5, True, "8"])
-def test_only_whole_numbers_of_at_least_one_are_taken(bad):
-    """Each argument is checked, and the message names it and shows what came."""
-    with pytest.raises(ValueError, match=f"micro_batch must be a whole number.*{bad!r}"):
-        plan(8, bad)
+@pytest.mark.parametrize("name", ["effective_batch", "micro_batch", "world_size"])
+def test_only_integers_of_at_least_one_are_accepted(name):
+    """Another type is a TypeError, a number below 1 a ValueError; both name the argument."""
+    sizes = {"effective_batch": 8, "micro_batch": 8, "world_size": 1}
+    for bad in (2.5, True, "8", None, [8]):
+        with pytest.raises(TypeError, match=f"^{name} must be an int, got {re.escape(repr(bad))}"):
+            plan(**{**sizes, name: bad})
+    for bad in (0, -8):
+        with pytest.raises(ValueError, match=f"^{name} must be at least 1, got {bad}"):
+            plan(**{**sizes, name: bad})
 
 
 def test_learning_rate_scales_by_the_factor_and_by_its_root():

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from accumplug.analysis.plot_curve import curve_figure, draw_curve
+from accumplug.analysis.curve import Curve, CurveRow
+from accumplug.analysis.plotting import curve_figure
 from accumplug.analysis.report import draw_run, read_metrics, report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -141,12 +142,12 @@ def test_no_text_of_a_report_covers_another(tmp_path, count):
 @pytest.mark.parametrize("steps", [(1,), (1, 2), (1, 4, 16, 1024), range(1, 25), (7, 8, 1000)])
 def test_no_text_of_a_curve_covers_another(steps):
     """Few rows and many, close together and far apart."""
-    assert not overlaps(curve_figure(curve_of(steps)))
+    assert not overlaps(curve_figure(curve_of(steps).as_json()))
 
 
 def test_the_curve_shows_the_rows_and_the_limit():
     """Measured and limit above; below, the parts of an update's time for each micro-batch."""
-    above, below = curve_figure(curve_of((1, 2, 4))).axes
+    above, below = curve_figure(CURVE.as_json()).axes
     measured, limit = above.lines
     assert list(measured.get_xdata()) == list(limit.get_xdata()) == [8, 16, 32]
     assert list(measured.get_ydata()) == [450.0, 600.0, 720.0]
@@ -194,21 +195,20 @@ def test_the_report_lies_beside_the_log_or_where_it_is_asked_for(tmp_path):
 def test_a_log_without_updates_is_an_error_that_names_the_file(tmp_path):
     """Nothing to draw is said, not drawn."""
     path = log(tmp_path / "metrics.jsonl", [{"epoch": 1}])
-    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no line with an update"):
+    with pytest.raises(
+        ValueError, match=r"metrics\.jsonl has nothing to draw: .*number for update"
+    ):
         report(path)
 
 
 def curve_of(steps):
-    """A curve's JSON: an update takes 6 ms for each micro-batch and 2 ms for itself."""
-    return {
-        "limit_samples_per_sec": 1000.0,
-        "rows": [
-            {"accum_steps": k, "micro_batch": 8, "effective_batch": 8 * k}
-            | {"samples_per_sec": 900.0 * k / (k + 1), "share_of_limit": 0.9 * k / (k + 1)}
-            | {"limit_samples_per_sec": 1000.0, "forward_backward_ms": 6.0 * k, "rest_ms": 2.0}
-            for k in steps
-        ],
-    }
+    """An update takes 6 ms for each micro-batch and 2 ms for itself."""
+    rows = []
+    for k in steps:
+        share = 0.9 * k / (k + 1)
+        times = (1000.0 * share, 6.0 * k + 2.0, 6.0 * k, 2.0)
+        rows.append(CurveRow(k, 8, 8 * k, 1, *times, 1000.0, share, 5, 1.0, 2.0, 300.0))
+    return Curve(tuple(rows), "cpu", "resident")
 
 
 CURVE = curve_of((1, 2, 4))
@@ -216,7 +216,7 @@ CURVE = curve_of((1, 2, 4))
 
 def test_the_curve_is_drawn_from_its_json(tmp_path):
     """A PNG comes out of the fields that accum-curve.v1 names."""
-    assert draw_curve(CURVE, tmp_path / "curve.png").read_bytes().startswith(PNG)
+    assert CURVE.draw(tmp_path / "new" / "curve.png").read_bytes().startswith(PNG)
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
@@ -230,5 +230,5 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r'pip install "accumplug\[recipes\]"'):
-        draw_curve(CURVE, tmp_path / "curve.png")
+        CURVE.draw(tmp_path / "curve.png")
     assert not list(tmp_path.iterdir())

@@ -12,16 +12,16 @@ from torch import nn
 from accumplug.analysis.batch_tree import cut
 from accumplug.analysis.bench import Clock, PeakMemory, noise_between
 from accumplug.analysis.curve import Curve, CurveRow
-from accumplug.analysis.example import example
 from accumplug.analysis.sweep import sweep_effective_batches
+from accumplug.analysis.user_target import example
 from accumplug.noise.scale import NoiseEstimate
 
 CRITERION = nn.CrossEntropyLoss()
 
 
 def small(items=32, size=4):
-    model, batch, _ = example(items=items, width=16)
-    return model, cut(batch, [size] * (items // size))
+    target = example(items=items, width=16)
+    return target.model, cut(target.batch, [size] * (items // size))
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_the_sentence_says_where_it_saturates_and_what_an_update_costs():
     assert "An update costs 5 ms" in curve.sentence
     assert "as much as 1 micro-batches of 8" in curve.sentence
     dear = Curve((row(1, 0.01, step_ms=2000.0),), "cpu", "resident").sentence
-    assert "costs 1,980 ms beside" in dear
+    assert "costs 1,980 ms besides" in dear
     assert "as much as 99 micro-batches of 8" in dear
     rising = Curve((row(1, 0.5), row(8, 0.8)), "cpu", "resident")
     assert "still rise at an effective batch of 64" in rising.sentence

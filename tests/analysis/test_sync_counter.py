@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from accumplug.accumulator import Accumulator
-from accumplug.analysis.equivalence import sync_counter, train_one_optimizer_step
+from accumplug.analysis.sync_counter import sync_counter, train_one_optimizer_step
 
 CRITERION = nn.CrossEntropyLoss()
 

@@ -195,10 +195,13 @@ def test_check_answers_on_ones_own_model(parts, capsys, arguments, code, said):
         (["plan", "100", "8"], "nearest effective batches: 96"),
         (["plan", "64"], "give either a micro-batch or --fit"),
         (["plan", "64", "8", "--fit", "my_parts:five"], "give either a micro-batch or --fit"),
-        (["plan", "64", "8", "--world-size", "0"], "world_size must be a whole number"),
+        (["plan", "64", "8", "--world-size", "0"], "world_size must be at least 1, got 0"),
         (["plan", "many", "8"], "invalid int value: 'many'"),
         (["plan", "64", "8", "--lr", "-1"], "lr must be a number above 0, got -1.0"),
-        (["plan", "64", "8", "--lr", "1", "--tuned-batch", "-8"], "got -8 and 64"),
+        (
+            ["plan", "64", "8", "--lr", "1", "--tuned-batch", "-8"],
+            "tuned_batch must be at least 1, got -8",
+        ),
         (["check", "my_parts"], "'my_parts' is not of the form module:function"),
         (["check", "nowhere.at.all:parts"], "there is no module nowhere.at.all"),
         (["check", "nowhere.py:parts"], "there is no file nowhere.py"),
@@ -208,7 +211,7 @@ def test_check_answers_on_ones_own_model(parts, capsys, arguments, code, said):
         (["check", "my_parts:no_model"], "must return a torch model first, got a str"),
         (["check", "my_parts:broken"], "KeyError: 'labels' ("),
         (["check", "my_parts:wants"], "my_parts:wants must take no arguments"),
-        (["check", "my_parts:uncounted"], "counts the items of a batch, got an int"),
+        (["check", "my_parts:uncounted"], "counts the items of a batch, got 4"),
         (["check", "my_parts:chatty"], "ValueError: long long "),
         (["check", "script.py:main"], "script.py ends the process when it is imported"),
         (["check", "my_parts:good", "--bound", "-1"], "bound must be a number of at least 0"),
@@ -216,7 +219,7 @@ def test_check_answers_on_ones_own_model(parts, capsys, arguments, code, said):
         (["plan", "64", "8", "--tuned-batch", "8"], "--tuned-batch goes with --lr"),
         (["plan", "64", "8", "--device", "cpu"], "--device goes with --fit"),
         (["check", "my_parts:good", "--splits", "5,5"], "do not add up to the batch's 12 items"),
-        (["check", "my_parts:good", "--splits", "a"], "'a' is not a list of whole numbers"),
+        (["check", "my_parts:good", "--splits", "a"], "'a' is not a list of integers"),
         (["sweep", "my_parts:good", "--micro-batch", "13"], "12 items holds no micro-batch of 13"),
         (["sweep", "my_parts:good", "--micro-batch", "0"], "12 items holds no micro-batch of 0"),
         (["sweep", "my_parts:good", "--steps", "0,1"], "steps must be at least 1"),
@@ -274,7 +277,7 @@ def test_an_interrupt_ends_it_in_one_line(capsys, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("accumplug.cli.parser.commands.plan", interrupt)
+    monkeypatch.setattr("accumplug.cli.parser.commands.run_plan", interrupt)
     assert run(capsys, "plan", "8", "8") == (130, "", "accumplug plan: interrupted\n")
 
 
