@@ -16,7 +16,7 @@ TOOLS = {"build", "furo", "mypy", "myst-parser", "pytest-timeout", "pytest-xdist
 TOOLS |= {"tensorboard", "twine"}
 """Declared, and used without an import: run by .ci/run or pytest, or by Accelerate's --track."""
 OWN = {path.stem for folder in ("tests", "recipes") for path in (ROOT / folder).rglob("*.py")}
-OWN |= {"accumplug", "ranks"}
+OWN |= {"accumplug"} | {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
 
 
 LAZY = (".import_module", ".importorskip")
