@@ -21,7 +21,7 @@ from accumplug.checkpoint.save_schedule import SaveSchedule
 from accumplug.checkpoint.signals import protect_workers
 from accumplug.checkpoint.snapshot import Snapshot
 from accumplug.checkpoint.train_state import State, find_train_state
-from accumplug.dataloading.position import Order
+from accumplug.dataloading.position import DataPosition, VerifyData
 from accumplug.errors import CheckpointError
 from accumplug.loop.data_pass import DataPassState, SyncPoint
 from accumplug.storage.layout import list_checkpoints
@@ -54,6 +54,10 @@ class Checkpointer:
         keep: how many checkpoints stay.
         background: write in a thread, so that the loop waits for a copy in memory only.
         signals: save and end the pass when one of these arrives.
+        generators: random generators (of torch, Python or NumPy) that the data draw from and that
+            can't be reached from the loader's attributes, items, closures and globals.
+        verify_data: what happens when a resumed pass gives other items than the run that saved was
+            given: "raise", "warn", or False for items that hold times or ids.
         stateful: other objects with state_dict and load_state_dict (an EMA of the weights; the
             optimizer, if `accum` was not given it).
 
@@ -74,13 +78,15 @@ class Checkpointer:
         keep: int = 2,
         background: bool = True,
         signals: Sequence[int] = (),
+        generators: Sequence[Any] = (),
+        verify_data: VerifyData = "raise",
         **stateful: Any,
     ) -> None:
         if accum._keeper is not None:
             raise ValueError("this Accumulator has a Checkpointer already; close() it first")
         self.directory = Path(directory)
         self._accum = accum
-        self._order = Order(loader, self._making_workers)
+        self._order = DataPosition(loader, self._making_workers, generators, verify_data)
         self._train_state = find_train_state(accum, model, stateful)
         self._kinds = tuple(signals)
         self._schedule = SaveSchedule(accum, every, every_seconds)
@@ -233,7 +239,7 @@ class Checkpointer:
 
     def after_body(self) -> bool:
         """The loop has come back for the next item; whether the pass has to end."""
-        self._order.moved(self._accum.position)
+        self._order.blocks_ran(self._accum.position)
         self._policy.loop_came_back()
         return self._policy.interrupted
 
@@ -246,7 +252,7 @@ class Checkpointer:
         if self._accum._feed is None:
             self._refuse_unseen_data()
             self._policy.loop_came_back()
-        self._order.settle()
+        self._order.before_block()
 
     # -- saving and loading --------------------------------------------------------------------
 

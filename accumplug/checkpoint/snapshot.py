@@ -9,7 +9,7 @@ from typing import Any
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint.train_state import Fingerprint, State, TrainState
 from accumplug.checkpoint.window_state import capture
-from accumplug.dataloading.position import Order
+from accumplug.dataloading.position import DataPosition
 from accumplug.storage.codec import Encoded, encode
 from accumplug.storage.commit import Job
 from accumplug.storage.host_buffers import HostBuffers
@@ -24,7 +24,12 @@ class Snapshot:
     """
 
     def __init__(
-        self, accum: Accumulator, train_state: TrainState, order: Order, rank: int, copies: bool
+        self,
+        accum: Accumulator,
+        train_state: TrainState,
+        order: DataPosition,
+        rank: int,
+        copies: bool,
     ) -> None:
         self._accum = accum
         self._train_state = train_state

@@ -13,12 +13,12 @@ from accumplug.checkpoint import dtensor_shards
 from accumplug.checkpoint.train_state import State, TrainState
 from accumplug.core.gradients import named
 from accumplug.core.normalization import Plan
-from accumplug.dataloading.position import Order
+from accumplug.dataloading.position import DataPosition
 from accumplug.loop.data_pass import DataPassState
 from accumplug.parallel.fsdp import roots
 
 
-def capture(accum: Accumulator, train_state: TrainState, order: Order) -> State:
+def capture(accum: Accumulator, train_state: TrainState, order: DataPosition) -> State:
     """The state of this rank. Nothing is copied."""
     sums = [accum._sum.named(model) for model in train_state.models] if accum.pending else []
     return {
@@ -34,7 +34,7 @@ def capture(accum: Accumulator, train_state: TrainState, order: Order) -> State:
     }
 
 
-def restore(state: State, accum: Accumulator, train_state: TrainState, order: Order) -> None:
+def restore(state: State, accum: Accumulator, train_state: TrainState, order: DataPosition) -> None:
     """Go on from what `take` gave. Weights, optimizers and scaler have to be loaded before."""
     device = next(
         (p.device for m in train_state.models for p in m.parameters()), torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The fetches of one pass: what they started from, and how earlier ones are passed over."""
+"""The fetches of one pass: the generator states that they started from, and their replay."""
 
 from __future__ import annotations
 
@@ -8,131 +8,184 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accumplug.dataloading.generators import Sources
+from accumplug.dataloading.fingerprint import fingerprint
+from accumplug.dataloading.generators import Generators
 from accumplug.dataloading.rng import State, pack, unpack
 
+KEPT = 4  # fingerprints of items before the position
+_END: Any = object()
 
-class Fetches:
-    """An iterator over a loader that keeps the states from which its items are fetched.
+
+class Fetcher:
+    """An iterator over a loader that keeps the generator states from which its items are fetched.
 
     Of items that are fetched one after the other, with nothing else between, it keeps the state
-    before the first. `protocol` is a loader with state_dict and load_state_dict, whose state is
-    kept as well.
+    before the first. `stateful` is a loader with state_dict and load_state_dict, whose state is
+    kept as well. `on_other_item` is called with the number of a fetch that gave another item here
+    than in the process that saved; None: items are not compared.
     """
 
-    def __init__(self, sources: Sources, protocol: Any) -> None:
-        self._sources = sources
-        self._protocol = protocol
+    def __init__(
+        self,
+        generators: Generators,
+        stateful: Any,
+        on_other_item: Callable[[int], None] | None = None,
+    ) -> None:
+        self._generators = generators
+        self._stateful = stateful
+        self._on_other_item = on_other_item
         self._iterator: Iterator[Any] = iter(())
         self._by_index = False
         self._captures = True
         self._starts: dict[int, State] = {}
+        self._fingerprints: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
         self._number = 0
         self._moved = True
         self._known: dict[int, State] = {}
-        self._behind = False
+        self._must_replay = False
         self._target = 0
         self._until = 0
-        self._settle: Callable[[], None] | None = None
+        self._on_replayed: Callable[[], None] | None = None
 
     def resume(
-        self, number: int, starts: dict[int, State], made: int, settle: Callable[[], None]
+        self,
+        number: int,
+        starts: dict[int, State],
+        made: int,
+        on_replayed: Callable[[], None],
+        fingerprints: dict[int, int],
     ) -> None:
         """Let the next fetch be `number`; another process has made those before `made`.
 
-        From there on they are made again from the states `starts`; then `settle` is called.
+        From there on they are made again from the states `starts`; then `on_replayed` is called.
+        Their items have to match `fingerprints`.
         """
         self._known = {n: {**s, "states": unpack(s["states"])} for n, s in starts.items()}
-        self._behind, self._target, self._until, self._settle = True, number, made, settle
+        self._must_replay, self._target, self._until = True, number, made
+        self._on_replayed = on_replayed
+        self._expected = dict(fingerprints) if self._on_other_item else {}
 
     def through(self, loader: Any) -> Iterator[Any]:
         """Start on `loader`."""
-        if self._known and self._protocol is not None:
-            self._protocol.load_state_dict(self._known[min(self._known)]["protocol"])
+        if self._known and self._stateful is not None:
+            self._stateful.load_state_dict(self._known[min(self._known)]["protocol"])
         self._iterator = iter(loader)
         self._by_index = _reads_by_index(loader)
         # Workers draw from generators of their own; nothing in this process moves.
-        self._captures = not getattr(loader, "num_workers", 0) or self._protocol is not None
+        self._captures = not getattr(loader, "num_workers", 0) or self._stateful is not None
         return self
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._behind:
-            self._catch_up()
+        if self._must_replay:
+            self._replay()
         return self._fetch()
 
     def starts(self, number: int) -> tuple[dict[int, State], int]:
         """What `resume` needs to go to fetch `number`: states, and how many fetches were made."""
         first = max((n for n in self._starts if n <= number), default=number)
         starts = {n: state for n, state in self._starts.items() if n >= first}
-        if not starts and self._protocol is not None:
+        if not starts and self._stateful is not None:
             starts = {number: self._state()}
         packed = {n: {**state, "states": pack(state["states"])} for n, state in starts.items()}
         return packed, max(number, self._number)
 
-    def moved(self, number: int) -> None:
-        """Something else has run, and nobody will ask for fetches before `number`."""
+    @property
+    def fingerprints(self) -> dict[int, int]:
+        """Of the last items that were fetched, by number."""
+        return dict(self._fingerprints)
+
+    def blocks_ran(self, number: int) -> None:
+        """Something else has run, and no fetch before `number` will be asked for."""
         self._moved = True
         first = max((n for n in self._starts if n <= number), default=0)
         self._starts = {n: state for n, state in self._starts.items() if n >= first}
+        self._fingerprints = {n: f for n, f in self._fingerprints.items() if n >= number - KEPT}
 
-    def protocol_now(self) -> Any:
+    def loader_state(self) -> Any:
         """The state of the stateful loader."""
-        return None if self._protocol is None else copy.deepcopy(self._protocol.state_dict())
+        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
-    def _catch_up(self) -> None:
-        self._behind = False
-        self._number = min(self._known, default=self._target)
-        if not (self._known and self._protocol is not None):
-            _pass_over(self._iterator, self._number, self._by_index)
+    def _replay(self) -> None:
+        self._must_replay = False
+        first = min(self._known, default=self._target)
+        if self._known and self._stateful is not None:
+            self._number = first  # its state was loaded
+        while self._number < first:
+            self._skip()
         while self._number < self._target:
             try:
                 self._fetch()
             except StopIteration:
                 return
 
+    def _skip(self) -> None:
+        """Pass over one item. One that is found by its index is not read."""
+        iterator: Any = self._iterator
+        # torch 2.13, dataloader.py: the iterator draws the indices of its next batch from here
+        item = next(iterator._sampler_iter if self._by_index else iterator, _END)
+        if not self._captures or item is _END:  # else its noise is another one, up to the states
+            self._compare(self._number, item)
+        self._number += 1
+
     def _fetch(self) -> Any:
         if (known := self._known.pop(self._number, None)) is not None:
-            self._sources.restore(known["states"])
+            self._generators.restore(known["states"])
             self._starts[self._number] = known
             self._moved = False
-        self._settle_if_done()
+        self._finish_replay_if_done()
         if self._moved and self._captures:
             self._starts[self._number] = self._state()
         self._moved = False
         self._number += 1
         try:
-            return next(self._iterator)
+            item = next(self._iterator, _END)
         finally:
-            self._settle_if_done()
+            self._finish_replay_if_done()
+        self._compare(self._number - 1, item)
+        if item is _END:
+            raise StopIteration
+        return item
 
-    def _settle_if_done(self) -> None:
-        if self._settle is not None and self._number >= self._until:
-            self._settle()
-            self._settle, self._moved = None, True
+    def _compare(self, number: int, item: Any) -> None:
+        """Keep the fingerprint of an item, and compare it with that in the process that saved."""
+        if self._on_other_item is None:
+            return
+        found = self._fingerprints[number] = 0 if item is _END else fingerprint(item)
+        expected = self._expected.pop(number, found)
+        ends_early = item is _END and any(f and n > number for n, f in self._expected.items())
+        if expected != found or ends_early:
+            self._expected = {}
+            self._on_other_item(number)
+
+    def _finish_replay_if_done(self) -> None:
+        if self._on_replayed is not None and self._number >= self._until:
+            self._on_replayed()
+            self._on_replayed, self._moved = None, True
 
     def _state(self) -> State:
-        return {"states": self._sources.capture(), "protocol": self.protocol_now()}
+        return {"states": self._generators.capture(), "protocol": self.loader_state()}
 
 
-class Lent:
+class ProxyLoader:
     """Stands for the loader inside of a prepared one while that starts."""
 
-    def __init__(self, loader: Any, fetches: Fetches) -> None:
+    def __init__(self, loader: Any, fetcher: Fetcher) -> None:
         self._loader = loader
-        self._fetches = fetches
+        self._fetcher = fetcher
 
     def __iter__(self) -> Iterator[Any]:
-        return self._fetches.through(self._loader)
+        return self._fetcher.through(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
-def protocol(loader: Any) -> Any:
-    """The part of `loader` whose state_dict knows where it is in its data, or None.
+def stateful_part(loader: Any) -> Any:
+    """The part of `loader` whose state_dict knows its position in the data, or None.
 
     A DataLoader over a dataset with indices is followed by its sampler instead.
     """
@@ -160,16 +213,16 @@ def use_iterator(loader: Any) -> None:
 def has_workers(loader: Any) -> bool:
     """Whether the workers of an earlier pass are there for the next one (persistent_workers).
 
-    It draws no seed for them then, so the order that is drawn after that is another one.
+    The loader draws no seed for them then, so the order that is drawn after that is another one.
     """
     base = getattr(loader, "base_dataloader", loader)
     return _is_loader(base) and base.persistent_workers and base._iterator is not None
 
 
-def check(loader: Any) -> None:
-    """Raise ValueError for a loader whose order can't be drawn again in another process."""
+def check_loader(loader: Any) -> None:
+    """Raise ValueError for a loader whose order can't be reproduced in another process."""
     base = getattr(loader, "base_dataloader", loader)
-    if protocol(loader) is None:
+    if stateful_part(loader) is None:
         _refuse_one_shot(base, "the loader")
     for name in ("sampler", "batch_sampler"):
         if _is_loader(base) and (sampler := getattr(base, name)) is not None:
@@ -181,17 +234,18 @@ def check(loader: Any) -> None:
         )
 
 
-def _refuse_one_shot(iterable: Any, what: str) -> None:
+def _refuse_one_shot(iterable: Any, name: str) -> None:
     if hasattr(iterable, "__next__"):
         raise ValueError(
-            f"{what} is a {type(iterable).__name__}, which can be gone through once and can't be "
-            f"brought back to a place; give an object whose __iter__ starts anew (a DataLoader, a "
-            f"list, a class around the generator), or one with state_dict and load_state_dict"
+            f"{name} is a {type(iterable).__name__}, which can be iterated over only once and "
+            f"can't be brought back to a position; give an object whose __iter__ starts anew (a "
+            f"DataLoader, a list, a class around the generator), or one with state_dict and "
+            f"load_state_dict"
         )
 
 
 def items_per_fetch(loader: Any) -> int:
-    """How many fetches one item of `loader` costs the process that makes them."""
+    """How many fetches one item of `loader` takes in the process that makes them."""
     # accelerate 1.15, DataLoaderDispatcher: rank 0 fetches one batch for each process
     if hasattr(loader, "slice_fn") and not loader.split_batches:
         return int(loader.state.num_processes)
@@ -209,10 +263,3 @@ def _reads_by_index(loader: Any) -> bool:
         and loader.num_workers == 0
         and not isinstance(loader.dataset, IterableDataset)
     )
-
-
-def _pass_over(iterator: Any, count: int, by_index: bool) -> None:
-    # torch 2.13, dataloader.py: the iterator draws the indices of its next batch from here
-    source = iterator._sampler_iter if by_index else iterator
-    for _ in range(count):
-        next(source, None)

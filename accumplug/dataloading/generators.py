@@ -1,105 +1,129 @@
-"""Where the order of a loader comes from: the generators and the epoch numbers inside of it."""
+"""The generators and counters that the order and the noise of a loader's data come from."""
 
 from __future__ import annotations
 
 import random
 import sys
-import types
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from accumplug.dataloading import rng
+from accumplug.dataloading.reachable import Place, Reachable, is_library
 
 NUMBERS = ("epoch", "_epoch", "iteration", "seed", "initial_seed")
 """Attributes of samplers, datasets and prepared loaders that choose the order of a pass."""
-DEPTH = 6
-OBJECTS = 2000
-_CLOSED = (types.ModuleType, type, torch.Tensor, nn.Module, nn.Parameter, torch.dtype)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
-class Sources:
-    """The generators and numbers that can be reached from a loader by attributes.
+class Generators:
+    """Captures and restores all generators that a loader draws from.
 
-    A loader, its samplers and its dataset may each hold generators of their own (torch's,
-    Python's, NumPy's). The same code builds the same loader in another process, so they are
-    known by the attributes that lead to them, such as "sampler.generator".
+    These are the process's own, those that are reachable from the loader (reachable.py), and those
+    that the user has named (`given`), which need not be reachable.
+
+    A sampler or dataset may also count its passes and draw its order from that. Under the names in
+    `NUMBERS` such an integer is always saved, under any other if it has changed.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.generators: dict[str, Any] = {}
-        self._owners: dict[str, tuple[Any, str]] = {}
-        for path, owner, name, value in _walk(loader):
+    def __init__(self, given: Sequence[Any] = ()) -> None:
+        for generator in given:
+            if _kind(generator) is None:
+                raise TypeError(
+                    f"generators= takes torch.Generator, random.Random, numpy.random.Generator and "
+                    f"RandomState; got a {type(generator).__name__}"
+                )
+        self._given = tuple(given)
+        self._generators: dict[str, Place] = {}
+        self._numbers: dict[str, Place] = {}
+        self._counters: dict[str, Place] = {}
+        self._initial: dict[str, int] = {}
+        self.missing: set[str] = set()
+        """Paths of generators whose states could not be restored, as nothing is there."""
+        self.skipped: list[str] = []
+        """Where the last `look` did not look, in words."""
+
+    def look(self, loader: Any) -> None:
+        """Find the generators and counters of `loader`. It takes some milliseconds."""
+        found = Reachable(loader)
+        self.skipped = found.skipped
+        self._generators, self._numbers, self._counters = {}, {}, {}
+        for place, value in found.places:
             if _kind(value) is not None:
-                self.generators.setdefault(path, value)
-            elif name in NUMBERS and type(value) is int:
-                self._owners[path] = owner, name
+                self._generators.setdefault(place.path, place)
+            elif type(value) is int and not isinstance(place.owner, dict | list | tuple):
+                if place.key in NUMBERS:
+                    self._numbers.setdefault(place.path, place)
+                elif _may_count(place.owner):
+                    self._counters.setdefault(place.path, place)
+                    self._initial.setdefault(place.path, value)
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the generators that were found or given."""
+        return [*self._generators, *(f"generators[{i}]" for i in range(len(self._given)))]
 
     def capture(self) -> rng.State:
-        """The states of the process's generators and of these."""
+        """The states of all of them now."""
         states = rng.capture()
-        if self.generators:
-            states["loader"] = {path: _get(g) for path, g in self.generators.items()}
+        found = {path: place.value for path, place in self._generators.items()}
+        if found:
+            states["loader"] = {p: _get(g) for p, g in found.items() if _kind(g) is not None}
+        if self._given:
+            states["given"] = [_get(generator) for generator in self._given]
+        counters = {path: place.value for path, place in self._counters.items()}
+        changed = {p: n for p, n in counters.items() if type(n) is int and n != self._initial[p]}
+        if changed:
+            states["counters"] = changed
         return states
 
     def restore(self, states: rng.State) -> None:
         """Set all of them to what `capture` gave."""
         rng.restore(states)
         for path, state in states.get("loader", {}).items():
-            if path in self.generators:
-                _set(self.generators[path], state)
+            place = self._generators.get(path)
+            if place is None or _kind(generator := place.value) is None:
+                self.missing.add(path)
+            else:
+                _set(generator, state)
+        given = states.get("given", [])
+        if len(given) != len(self._given) and given:
+            raise ValueError(
+                f"generators= has {len(self._given)} generators here and had {len(given)} in the "
+                f"run that saved; give the same ones in the same order"
+            )
+        for generator, state in zip(self._given, given, strict=bool(given)):
+            _set(generator, state)
+        counted = states.get("counters", {})
+        for path, place in self._counters.items():
+            number = counted.get(path, self._initial[path])
+            if place.value != number:
+                place.set(number)
 
     def numbers(self) -> dict[str, int]:
         """Epoch numbers and seeds by path."""
-        return {path: getattr(owner, name) for path, (owner, name) in self._owners.items()}
+        return {p: n for p, place in self._numbers.items() if type(n := place.value) is int}
 
     def set_numbers(self, numbers: dict[str, int]) -> None:
         """Set what `numbers` gave, where it is still there."""
         for path, number in numbers.items():
-            if path in self._owners:
-                owner, name = self._owners[path]
-                if getattr(owner, name) != number:
-                    setattr(owner, name, number)
+            if (place := self._numbers.get(path)) is not None and place.value != number:
+                place.set(number)
 
 
-def _walk(loader: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """Path, owner, name and value of all attributes that can be reached, each object once."""
-    seen = {id(loader)}
-    queue: list[tuple[str, Any, int]] = [("", loader, 0)]
-    while queue and len(seen) < OBJECTS:
-        prefix, owner, depth = queue.pop(0)
-        for name, value in _attributes(owner):
-            path = prefix + name
-            yield path, owner, name, value
-            if depth < DEPTH and id(value) not in seen and _is_open(value):
-                seen.add(id(value))
-                queue.append((f"{path}.", value, depth + 1))
-
-
-def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    if isinstance(owner, (list, tuple)):
-        return [(str(index), value) for index, value in enumerate(owner)]
-    # _iterator: the running workers of a loader with persistent_workers
-    return [(n, value) for n, value in getattr(owner, "__dict__", {}).items() if n != "_iterator"]
-
-
-def _is_open(value: Any) -> bool:
-    """Whether to look inside of `value`: samplers, datasets, loaders, short lists of them."""
-    if isinstance(value, (list, tuple)):
-        return len(value) <= 64 and any(hasattr(item, "__dict__") for item in value)
-    if isinstance(value, (*_CLOSED, *_FUNCTIONS)) or _kind(value) is not None:
+def _may_count(owner: Any) -> bool:
+    """Whether an integer in `owner` may count passes: it is a sampler, a dataset or a loader."""
+    kind = type(owner)
+    if is_library(kind) or isinstance(owner, type):
         return False
-    return hasattr(value, "__dict__") and not type(value).__module__.startswith("accelerate.state")
+    return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
 
 
 def _kind(value: Any) -> str | None:
     """Which sort of generator `value` is, or None."""
     if isinstance(value, torch.Generator):
         return "torch"
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return "python"
     if (numpy := sys.modules.get("numpy")) is not None:
         if isinstance(value, numpy.random.RandomState):

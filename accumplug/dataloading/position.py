@@ -1,108 +1,142 @@
-"""Where a loop is in its data, and how another process gets to the same place.
+"""A loop's position in its data, and how another process gets to the same position.
 
-The order of a pass comes from generators and epoch numbers (sources.py). Their states at its
+The order of a pass comes from generators and epoch numbers (generators.py). Their states at its
 start are kept, so that the same order can be drawn again; on resuming, the items that were
-handed out are passed over. Two more moments matter:
+handed out are passed over. Three more things matter:
 
 * `accum.batches` fetches items ahead of the block that it runs. A dataset that draws random
   numbers in this process has drawn them then, from generators in a state that the blocks have
   since moved. So the states before the items that were not handed out yet are kept as well.
 * Making a loader's iterator draws from the global generator, so the state at the save is set
   after that, once the items that had been fetched are fetched again.
+* What the order or the noise depends on may be something that is not saved, such as the time. So
+  the last items are recognised by their fingerprints when they are fetched again.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
 from accumplug.dataloading import resharding
 from accumplug.dataloading.fetcher import (
-    Fetches,
-    Lent,
-    check,
+    Fetcher,
+    ProxyLoader,
+    check_loader,
     has_iterator,
     has_workers,
     items_per_fetch,
-    protocol,
+    stateful_part,
     use_iterator,
 )
-from accumplug.dataloading.generators import Sources
+from accumplug.dataloading.generators import Generators
 from accumplug.dataloading.rng import State, pack, unpack
+from accumplug.errors import CheckpointError
 from accumplug.loop.data_pass import with_last
 
+VerifyData = Literal["raise", "warn", False]
 
-class Order:
+
+class DataPosition:
     """The pass of one loop through one loader.
 
-    `loader` is where the order comes from, if what the loop goes through only wraps it (a
-    progress bar); by default whatever the loop goes through. `making` is entered while the
-    iterator of a loader is made.
+    Args:
+        loader: where the order comes from, if what the loop goes through only wraps it (a progress
+            bar); by default whatever the loop goes through.
+        making_iterator: entered while the iterator of a loader is made.
+        generators: random generators that the data draw from and that can't be reached from the
+            loader.
+        verify: what happens when a resumed pass gives other items than the one that was saved.
     """
 
     def __init__(
         self,
         loader: Any = None,
-        making: Callable[[Any], AbstractContextManager[Any]] = lambda loader: nullcontext(),
+        making_iterator: Callable[[Any], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        generators: Sequence[Any] = (),
+        verify: VerifyData = "raise",
     ) -> None:
+        if verify not in ("raise", "warn", False):
+            raise ValueError(f'verify_data is "raise", "warn" or False; got {verify!r:.40}')
         self.loader = loader
         self._source = loader
-        self._making = making
+        self._making_iterator = making_iterator
+        self._generators = Generators(generators)
+        self._verify = verify
         self._total: int | None = None
         self._start: State | None = None
         self._base = 0
         """Items of this pass handed out before the rest was redistributed (resharding.py)."""
-        self._fetches: Fetches | None = None
+        self._fetcher: Fetcher | None = None
         self._per_item = 1
         self._resume: State | None = None
-        self._late: State | None = None
+        self._generators_at_save: State | None = None
+        self._looks_again = False
+        self._told = False
         if loader is not None:
-            check(loader)
+            check_loader(loader)
+            self._generators.look(loader)
 
     def open(self, loader: Any, position: int) -> Iterator[tuple[Any, bool]]:
         """A pass, in which another process has been handed `position` items if `begun`."""
         self._source = source = loader if self.loader is None else self.loader
-        check(source)
+        check_loader(source)
         resume, self._resume, self._total = self._resume, None, None
-        sources, self._fetches = Sources(source), None
+        self._generators.look(source)
+        self._warn_of_bounds()
+        self._fetcher, self._looks_again = None, True
         if resume is not None:
             self._start_workers(resume)
         if resume is None or resume["start"] is None:
             if resume is not None:
-                self._between(sources, resume)
-            self._start = {
-                "states": pack(sources.capture()),
-                "numbers": sources.numbers(),
-                "has_iterator": has_iterator(source),
-                "has_workers": has_workers(source),
-                "deal": {
-                    "loader": resharding.describe(source),
-                    "world": None,
-                    "made": [],
-                    "base": 0,
-                },
-            }
-            self._base = 0
-            return self._noted(self._follow(loader, Fetches(sources, protocol(source))), 0)
-        self._start = resume["start"]
-        self._base = resume["start"]["deal"]["base"]
+                self._start_between_passes(resume)
+            return self._start_anew(loader, source)
+        self._start, deal = resume["start"], resume["start"]["deal"]
+        self._base = deal["base"]
         if resume["ended"]:
-            return self._after_the_end(loader, sources, resume, position)
-        if resume["start"]["deal"]["made"]:
-            return self._dealt_anew(loader, sources, resume, position)
-        resharding.refuse_other_pass(resume["start"]["deal"]["loader"], source)
+            return self._start_after_end(loader, resume, position)
+        if deal["made"]:
+            return self._resharded(loader, resume, position)
+        resharding.refuse_other_pass(deal["loader"], source)
         if not resume["start"]["has_iterator"]:
             use_iterator(source)
-        sources.set_numbers(resume["start"]["numbers"])
-        sources.restore(unpack(resume["start"]["states"]))
-        fetches = Fetches(sources, protocol(source))
-        number = position * items_per_fetch(loader)
-        fetches.resume(number, resume["starts"], resume["made"], self._settle)
-        return self._noted(self._follow(loader, fetches), position)
+        self._generators.set_numbers(resume["start"]["numbers"])
+        self._generators.restore(unpack(resume["start"]["states"]))
+        fetcher = self._new_fetcher(stateful_part(source))
+        self._resume_fetcher(fetcher, resume, position * items_per_fetch(loader))
+        return self._count_items(self._through(loader, fetcher), position)
+
+    def _start_anew(self, loader: Any, source: Any) -> Iterator[tuple[Any, bool]]:
+        self._start = {
+            "states": pack(self._generators.capture()),
+            "numbers": self._generators.numbers(),
+            "has_iterator": has_iterator(source),
+            "has_workers": has_workers(source),
+            "deal": {
+                "loader": resharding.describe(source),
+                "world": None,
+                "made": [],
+                "base": 0,
+            },
+        }
+        self._base = 0
+        fetcher = self._new_fetcher(stateful_part(source))
+        return self._count_items(self._through(loader, fetcher), 0)
+
+    def _new_fetcher(self, stateful: Any) -> Fetcher:
+        compares = self._verify is not False
+        return Fetcher(self._generators, stateful, self._say_other_item if compares else None)
+
+    def _resume_fetcher(self, fetcher: Fetcher, resume: State, number: int) -> None:
+        fingerprints = resume.get("fingerprints", {})
+        fetcher.resume(
+            number, resume["starts"], resume["made"], self._restore_generators, fingerprints
+        )
 
     @property
     def begun(self) -> bool:
@@ -114,130 +148,163 @@ class Order:
 
         `is_open`: it is in a pass, not between two of them.
         """
-        sources = Sources(self._source)
+        if self._looks_again:  # what the first items have built is there by now
+            self._generators.look(self._source)
+            self._looks_again = False
         ended = is_open and self._total == position
         state: State = {
             "start": self._start if is_open else None,
             "ended": ended,
             "starts": {},
             "made": 0,
-            "now": pack(sources.capture()),
-            "numbers": sources.numbers(),
+            "now": pack(self._generators.capture()),
+            "numbers": self._generators.numbers(),
             "has_workers": has_workers(self._source),
             "protocol": None,
+            "fingerprints": {},
         }
-        if self._fetches is not None:
+        if self._fetcher is not None:
             if is_open and not ended:
-                state["starts"], state["made"] = self._fetches.starts(self._number(position))
+                state["starts"], state["made"] = self._fetcher.starts(self._number(position))
+                state["fingerprints"] = self._fetcher.fingerprints
             else:
-                state["protocol"] = self._fetches.protocol_now()
+                state["protocol"] = self._fetcher.loader_state()
         return state
 
     def load(self, state: State) -> None:
-        """Go on from what `state` gave, with the next pass that is opened."""
-        self._resume, self._late = state, state["now"]
+        """Continue from what `state` gave, with the next pass that is opened."""
+        self._resume, self._generators_at_save = state, state["now"]
         if self.loader is not None and not self.begun:
-            Sources(self.loader).set_numbers(state["numbers"])
+            self._generators.set_numbers(state["numbers"])
 
-    def settle(self) -> None:
+    def before_block(self) -> None:
         """A block is about to run: set the generators to what they were, if that is still to do."""
-        if self._late is not None:
-            self._settle()
+        if self._generators_at_save is not None:
+            self._restore_generators()
 
-    def moved(self, position: int) -> None:
+    def blocks_ran(self, position: int) -> None:
         """The loop has run the blocks of the items before `position`."""
-        if self._fetches is not None:
-            self._fetches.moved(self._number(position))
+        if self._fetcher is not None:
+            self._fetcher.blocks_ran(self._number(position))
 
     def _number(self, position: int) -> int:
         """How many fetches come before item `position`."""
         return (position - self._base) * self._per_item
 
-    def _settle(self) -> None:
-        if self._late is not None:
-            Sources(self._source).restore(unpack(self._late))
-            self._late = None
+    def _restore_generators(self) -> None:
+        if self._generators_at_save is not None:
+            self._generators.restore(unpack(self._generators_at_save))
+            self._generators_at_save = None
 
     def _start_workers(self, resume: State) -> None:
         """If the other process had workers when the pass began, or has at the end of one."""
         between = resume["start"] is None or resume["ended"]
         known = resume if between else resume["start"]
         if known["has_workers"] and not has_workers(self._source):
-            with self._making(self._source):
+            with self._making_iterator(self._source):
                 iter(getattr(self._source, "base_dataloader", self._source))
 
-    def _between(self, sources: Sources, resume: State) -> None:
+    def _start_between_passes(self, resume: State) -> None:
         """The other process was between two passes."""
         if self.loader is None:  # the loop has set the epoch by now, see load
             numbers = resume["numbers"].items()
-            sources.set_numbers({k: n for k, n in numbers if not k.endswith("epoch")})
-        self._load_protocol(resume["protocol"])
-        self._settle()
+            self._generators.set_numbers({k: n for k, n in numbers if not k.endswith("epoch")})
+        self._load_loader_state(resume["protocol"])
+        self._restore_generators()
 
-    def _dealt_anew(
-        self, loader: Any, sources: Sources, resume: State, position: int
-    ) -> Iterator[tuple[Any, bool]]:
-        """The rest of a pass that other ranks have begun, of which this one may have had a part."""
+    def _resharded(self, loader: Any, resume: State, position: int) -> Iterator[tuple[Any, bool]]:
+        """The rest of a pass that was begun by another number of ranks."""
         start, deal = resume["start"], resume["start"]["deal"]
         source = loader if self.loader is None else self.loader
-        batches = resharding.rest(deal["loader"], deal["world"], deal["made"], source)[deal["rank"]]
+        batches = resharding.remaining_batches(deal["loader"], deal["world"], deal["made"], source)[
+            deal["rank"]
+        ]
         if position - self._base == len(batches):  # this rank has no part in it
-            return self._after_the_end(loader, sources, resume, position)
-        sources.set_numbers(start["numbers"])
-        fetches = Fetches(sources, None)
+            return self._start_after_end(loader, resume, position)
+        self._generators.set_numbers(start["numbers"])
+        fetcher = self._new_fetcher(None)
         if start["states"] is None:  # no process has gone into this rest before
-            self._settle()
-            self._start = {**start, "states": pack(sources.capture())}
+            self._restore_generators()
+            self._start = {**start, "states": pack(self._generators.capture())}
         else:
-            sources.restore(unpack(start["states"]))
-            number = position - self._base
-            fetches.resume(number, resume["starts"], resume["made"], self._settle)
-        with resharding.lent(source, batches):
-            items = self._noted(self._follow(loader, fetches), position)
+            self._generators.restore(unpack(start["states"]))
+            self._resume_fetcher(fetcher, resume, position - self._base)
+        with resharding.use_batches(source, batches):
+            items = self._count_items(self._through(loader, fetcher), position)
             first = list(itertools.islice(items, 1))
         return itertools.chain(first, items)
 
-    def _after_the_end(
-        self, loader: Any, sources: Sources, resume: State, position: int
+    def _start_after_end(
+        self, loader: Any, resume: State, position: int
     ) -> Iterator[tuple[Any, bool]]:
         """The other process had been handed all items, and was about to see the end."""
-        if getattr(loader, "rng_types", None) and not resharding.why_not(loader):
-            with resharding.lent(loader, []):
+        if getattr(loader, "rng_types", None) and not resharding.unsupported_reason(loader):
+            with resharding.use_batches(loader, []):
                 list(loader)  # ranks that have items left wait for all to start, in there
-        sources.set_numbers(resume["numbers"])
+        self._generators.set_numbers(resume["numbers"])
         if hasattr(loader, "end_of_dataloader"):  # a prepared loader counts behind its last item
             loader.iteration = resume["start"]["numbers"].get("iteration", loader.iteration) + 1
-        self._load_protocol(resume["protocol"])
-        self._settle()
+        self._load_loader_state(resume["protocol"])
+        self._restore_generators()
         self._total = position
         return iter(())
 
-    def _load_protocol(self, state: Any) -> None:
+    def _load_loader_state(self, state: Any) -> None:
         """Bring a stateful loader to the end of a pass."""
-        if (stateful := protocol(self._source)) is not None and state is not None:
+        if (stateful := stateful_part(self._source)) is not None and state is not None:
             stateful.load_state_dict(state)
             if isinstance(stateful, DataLoader):
                 iter(stateful)  # torchdata draws random numbers for the ended iterator as well
         use_iterator(self._source)
 
-    def _noted(self, items: Iterator[tuple[Any, bool]], count: int) -> Iterator[tuple[Any, bool]]:
+    def _count_items(
+        self, items: Iterator[tuple[Any, bool]], count: int
+    ) -> Iterator[tuple[Any, bool]]:
         for item, last in items:
             count += 1
             if last:
                 self._total = count
             yield item, last
 
-    def _follow(self, loader: Any, fetches: Fetches) -> Iterator[tuple[Any, bool]]:
+    def _through(self, loader: Any, fetcher: Fetcher) -> Iterator[tuple[Any, bool]]:
         """The items of `loader`, fetched through `fetches`."""
-        self._fetches, self._per_item = fetches, items_per_fetch(loader)
-        with self._making(loader):
+        self._fetcher, self._per_item = fetcher, items_per_fetch(loader)
+        with self._making_iterator(loader):
             base = getattr(loader, "base_dataloader", None)
             if base is None:
-                return with_last(loader, fetches.through(loader))
+                return with_last(loader, fetcher.through(loader))
             # A prepared loader gets its items from this attribute, once, when it starts.
-            iterator, loader.base_dataloader = iter(loader), Lent(base, fetches)
+            iterator, loader.base_dataloader = iter(loader), ProxyLoader(base, fetcher)
             try:
                 first = list(itertools.islice(iterator, 1))
             finally:
                 loader.base_dataloader = base
             return with_last(loader, itertools.chain(first, iterator))
+
+    def _warn_of_bounds(self) -> None:
+        if self._generators.skipped and self._verify and not self._told:
+            self._told = True
+            warnings.warn(
+                f"random generators were not looked for in all of the loader: "
+                f"{'; '.join(self._generators.skipped)}. If the data draw from one in there, name "
+                f"it: Checkpointer(..., generators=[...])",
+                stacklevel=2,
+            )
+
+    def _say_other_item(self, number: int) -> None:
+        """The resumed pass is another one than that which was saved."""
+        position = self._base + number // self._per_item
+        known = ", ".join(self._generators.names) or "none besides Python's, NumPy's and torch's"
+        if missing := ", ".join(sorted(self._generators.missing)):
+            known += f" (and {missing}, where there is none here when the loader has been built)"
+        told = (
+            f"item {position} of this pass is not the one that the run that saved was given. The "
+            f"order or the noise of its data depends on something that was not saved (the data "
+            f"themselves, the time, a random generator that the loader doesn't show, a state_dict "
+            f"without the loader's buffer). Saved are the generators: {known}. Name others with "
+            f"Checkpointer(..., generators=[...]); for items that hold times or ids, or to go on "
+            f'with other data, give verify_data="warn" or False'
+        )
+        if self._verify == "raise":
+            raise CheckpointError(told)
+        warnings.warn(told, stacklevel=2)

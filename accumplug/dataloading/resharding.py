@@ -1,15 +1,15 @@
-"""The rest of a pass, dealt anew to another number of ranks.
+"""The remaining micro-batches of a pass, redistributed to another number of ranks.
 
-What is dealt are whole micro-batches, those that the ranks which began the pass would have gone
-on with, in the order in which they would have. So each window of the rest of the pass gets the
-micro-batches that it would have got, if the effective batch is the same, and no sample is seen
-more often than there: one that `DistributedSampler` repeats to pad the data is repeated once.
+Whole micro-batches are redistributed, in the order in which the ranks that began the pass would
+have run them. So each window of the rest of the pass gets the micro-batches that it would have
+got, if the effective batch is the same, and no sample is seen more often than there: one that
+`DistributedSampler` repeats to pad the data is repeated once.
 
 A loader is described when a pass starts (`describe`), its sampler by what its order follows from
 (sampler_order.py). From that any number of ranks finds the micro-batches of each rank. Each time
-that the number of ranks has changed within the pass adds a `Deal` as plain JSON: how many
-micro-batches each rank had taken by then, and how many each new one runs until the open window is
-full.
+that the number of ranks has changed within the pass adds an assignment as plain JSON: how many
+micro-batches each rank had taken by then ("taken"), and how many each new one runs until the open
+window is full ("lefts").
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Batches = list[list[int]]
 
 
 def describe(loader: Any) -> State:
-    """What the micro-batches of a pass that starts now follow from, or why they can't be told."""
-    if why := why_not(loader):
+    """What determines the micro-batches of a pass that starts now, or why that isn't known."""
+    if why := unsupported_reason(loader):
         return {"why": why}
     base = _base(loader)
     batches = base.batch_sampler
@@ -46,49 +46,52 @@ def describe(loader: Any) -> State:
     }
 
 
-def rest(described: State, world: int, deals: list[State], loader: Any) -> list[Batches]:
-    """The micro-batches of each rank after the last of `deals`.
+def remaining_batches(
+    described: State, world: int, assignments: list[State], loader: Any
+) -> list[Batches]:
+    """The micro-batches of each rank after the last of `assignments`.
 
     `world` ranks have begun the pass through what is `described`; this run goes through `loader`.
     """
-    dealt = _begun(described, world)
-    lefts = [0] * world
-    for deal in deals:
+    assigned = _assigned_at_start(described, world)
+    remaining = [0] * world
+    for assignment in assignments:
         places = sorted(
-            (turn(lefts, rank, index), rank, index)
-            for rank, own in enumerate(dealt)
-            for index in range(deal["taken"][rank], len(own))
+            (turn(remaining, rank, index), rank, index)
+            for rank, own in enumerate(assigned)
+            for index in range(assignment["taken"][rank], len(own))
         )
-        lefts = deal["lefts"]
-        _refuse_carried(deal, len(places))
-        dealt = spread([dealt[rank][index] for _, rank, index in places], lefts)
-        _refuse_unequal(deal, len(places))
+        remaining = assignment["lefts"]
+        _refuse_short_carry(assignment, len(places))
+        assigned = spread([assigned[rank][index] for _, rank, index in places], remaining)
+        _refuse_unequal(assignment, len(places))
     _refuse_other_loader(described, loader)
-    return dealt
+    return assigned
 
 
-def turn(lefts: list[int], rank: int, index: int) -> tuple[bool, int, int]:
-    """What sorts the micro-batches of all ranks: when micro-batch `index` of a rank has its turn.
+def turn(remaining: list[int], rank: int, index: int) -> tuple[bool, int, int]:
+    """Sorts the micro-batches of all ranks: when micro-batch `index` of a rank has its turn.
 
-    `lefts`: how many each rank had to run in the window that was open when they were dealt. Who
-    has fewer begins later, so that all run their last one in the same round.
+    `remaining`: how many each rank had to run in the window that was open when they were
+    redistributed. A rank that has fewer begins later, so that all run their last one in the same
+    round.
     """
-    late = max(lefts) - lefts[rank]
-    return index >= lefts[rank], index + late if index < lefts[rank] else index - lefts[rank], rank
+    late, own = max(remaining) - remaining[rank], remaining[rank]
+    return index >= own, index + late if index < own else index - own, rank
 
 
-def spread(items: Iterable[T], lefts: list[int]) -> list[list[T]]:
-    """`items` by rank: `lefts[rank]` to fill the open window, then by turns."""
-    dealt: list[list[T]] = [[] for _ in lefts]
-    first = sorted(turn(lefts, rank, i) for rank, left in enumerate(lefts) for i in range(left))
-    ranks = chain((rank for _, _, rank in first), cycle(range(len(lefts))))
+def spread(items: Iterable[T], remaining: list[int]) -> list[list[T]]:
+    """`items` by rank: `remaining[rank]` to fill the open window, then by turns."""
+    assigned: list[list[T]] = [[] for _ in remaining]
+    first = sorted(turn(remaining, rank, i) for rank, n in enumerate(remaining) for i in range(n))
+    ranks = chain((rank for _, _, rank in first), cycle(range(len(remaining))))
     for item, rank in zip(items, ranks, strict=False):
-        dealt[rank].append(item)
-    return dealt
+        assigned[rank].append(item)
+    return assigned
 
 
 @contextmanager
-def lent(loader: Any, batches: Batches) -> Iterator[None]:
+def use_batches(loader: Any, batches: Batches) -> Iterator[None]:
     """Let an iterator of `loader` that is made meanwhile go through `batches`."""
     base = _base(loader)
     kept = base.batch_sampler
@@ -116,8 +119,8 @@ def _base(loader: Any) -> Any:
     return getattr(loader, "base_dataloader", loader)
 
 
-def why_not(loader: Any) -> str | None:
-    """Why the micro-batches of `loader` can't be dealt anew, in words."""
+def unsupported_reason(loader: Any) -> str | None:
+    """Why the micro-batches of `loader` can't be redistributed, in words."""
     base = _base(loader)
     if not isinstance(base, DataLoader):
         return f"it is a {type(loader).__name__}; give the Checkpointer a torch DataLoader"
@@ -126,7 +129,7 @@ def why_not(loader: Any) -> str | None:
     if hasattr(loader, "slice_fn"):
         return "rank 0 reads for all of them (dispatch_batches=True)"
     if type(base).__iter__ is not DataLoader.__iter__:
-        return f"it is a {type(base).__name__}, which keeps its place by itself"
+        return f"it is a {type(base).__name__}, which keeps its position by itself"
     batches: Any = base.batch_sampler
     if getattr(batches, "split_batches", False):
         return "it splits each batch over the ranks (split_batches=True)"
@@ -137,7 +140,7 @@ def why_not(loader: Any) -> str | None:
     return None
 
 
-def _begun(described: State, world: int) -> list[Batches]:
+def _assigned_at_start(described: State, world: int) -> list[Batches]:
     """The micro-batches of each of the `world` ranks that began the pass."""
     if why := described.get("why"):
         raise ValueError(f"the loader of the run that saved: {why}. {_advice(world)}")
@@ -149,20 +152,20 @@ def _begun(described: State, world: int) -> list[Batches]:
                 f"its DistributedSampler had num_replicas={sampler['num_replicas']} on {world} "
                 f"ranks. {_advice(world)}"
             )
-        shards = [sampler_order.distributed(sampler, rank) for rank in range(world)]
+        shards = [sampler_order.indices_of_rank(sampler, rank) for rank in range(world)]
         return [list(BatchSampler(shard, size, drop_last)) for shard in shards]
     if sampler["kind"] == "other":
         raise ValueError(
-            f"nobody but its own process can draw the order of a {sampler['name']}. "
+            f"the order of a {sampler['name']} can be reproduced by its own process only. "
             f"{_advice(world)}"
         )
-    indices = sampler_order.order(sampler)
+    indices = sampler_order.indices(sampler)
     if described["even"] is not None:
         return _sharded(BatchSampler(indices, size, drop_last), world, described["even"])
     if world > 1:
         raise ValueError(
-            f"each of the {world} ranks went through a loader of its own, and nobody knows which "
-            f"samples they share; use a DistributedSampler. {_advice(world)}"
+            f"each of the {world} ranks went through a loader of its own, and which samples they "
+            f"share is not known; use a DistributedSampler. {_advice(world)}"
         )
     return [list(BatchSampler(indices, size, drop_last))]
 
@@ -175,39 +178,39 @@ def _sharded(batches: BatchSampler, world: int, even: bool) -> list[Batches]:
     ]
 
 
-def _refuse_carried(deal: State, count: int) -> None:
+def _refuse_short_carry(assignment: State, count: int) -> None:
     """A rank whose part of the window is full closes it; it can't wait for the next pass."""
-    left, ranks = sum(deal["lefts"]), len(deal["lefts"])
-    if deal["carries"] and ranks > 1 and left - ranks < count < left:
+    left, ranks = sum(assignment["lefts"]), len(assignment["lefts"])
+    if assignment["carries"] and ranks > 1 and left - ranks < count < left:
         raise ValueError(
             f'tail="carry" takes the last {left - count} micro-batches of the open window from '
             f"the next pass, too few for {ranks} ranks; start at most {left - count}"
         )
 
 
-def _refuse_unequal(deal: State, count: int) -> None:
-    """The window that the data end is too small for ranks that can't do without a micro-batch."""
-    left, ranks = sum(deal["lefts"]), len(deal["lefts"])
-    last = count if count < left else (count - left) % deal["window"]
+def _refuse_unequal(assignment: State, count: int) -> None:
+    """The last window is too small for ranks that need a micro-batch each."""
+    left, ranks = sum(assignment["lefts"]), len(assignment["lefts"])
+    last = count if count < left else (count - left) % assignment["window"]
     fits = {"none": True, "one": last == 0 or last >= ranks, "as many": last % ranks == 0}
-    if not fits[deal["needs"]]:
+    if not fits[assignment["needs"]]:
         raise ValueError(
             f"the last window of the pass gets {last} micro-batches, which {ranks} ranks can't "
-            f"share here, where one without data can't stand in for it (that takes optimizer= or "
-            f"accelerator=, and neither fully_shard nor sparse gradients); start a number of ranks "
-            f"that divides {last}, or give optimizer="
+            f"share here, since a rank without data can't join a window in this run (that takes "
+            f"optimizer= or accelerator=, and neither fully_shard nor sparse gradients); start a "
+            f"number of ranks that divides {last}, or give optimizer="
         )
 
 
 def refuse_other_pass(described: State, loader: Any) -> None:
-    """A place in the pass is a number of micro-batches, so they have to hold the same samples."""
-    if not described.get("why") and not why_not(loader):
+    """A position is a number of micro-batches, so they have to hold the same samples."""
+    if not described.get("why") and not unsupported_reason(loader):
         _refuse_other_loader(described, loader)
 
 
 def _refuse_other_loader(described: State, loader: Any) -> None:
-    """The rest of the pass has to be one of the same micro-batches."""
-    if why := why_not(loader):
+    """The rest of the pass has to consist of the same micro-batches."""
+    if why := unsupported_reason(loader):
         raise ValueError(f"the loader of this run can't take over the rest of the pass: {why}")
     base = _base(loader)
     size = getattr(base.batch_sampler, "batch_size", None)
@@ -219,7 +222,7 @@ def _refuse_other_loader(described: State, loader: Any) -> None:
     if (samples := _length(base.dataset)) != described["samples"]:
         raise ValueError(
             f"the dataset has {samples} samples here, and {described['samples']} in the pass that "
-            f"was saved; go on with the same data"
+            f"was saved; resume with the same data"
         )
 
 

@@ -72,7 +72,11 @@ def _packed(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _packed(item) for key, item in state.items()}
     if type(state).__module__ == "numpy" and getattr(state, "ndim", 0) == 1:
-        return {"array": torch.tensor(state.tolist(), dtype=torch.int64), "dtype": str(state.dtype)}
+        signed = state.view("int64") if state.dtype == "uint64" else state.astype("int64")
+        return {
+            "array": torch.tensor(signed.tolist(), dtype=torch.int64),
+            "dtype": f"{state.dtype}",
+        }
     return state
 
 
@@ -83,7 +87,8 @@ def _unpacked(state: Any) -> Any:
         if state.keys() == {"array", "dtype"}:
             import numpy
 
-            return numpy.array(state["array"].tolist(), dtype=state["dtype"])
+            # as a view: words of 64 bits are kept as signed ones
+            return numpy.array(state["array"].tolist(), "int64").astype(state["dtype"])
         return {key: _unpacked(item) for key, item in state.items()}
     if isinstance(state, (tuple, list)):
         return type(state)(_unpacked(item) for item in state)

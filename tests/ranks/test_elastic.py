@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.dataloading.resharding import lent, spread
+from accumplug.dataloading.resharding import spread, use_batches
 from accumplug.storage.layout import list_checkpoints, open_checkpoint, read_part
 
 from .harness import Ranks
@@ -487,11 +487,11 @@ def test_workers_are_handed_the_micro_batches_that_were_dealt(persistent: bool) 
     """In one pass; in the next one the loader has its own again."""
     data = [torch.tensor(i) for i in range(8)]
     loader = DataLoader(data, 2, num_workers=2, persistent_workers=persistent)  # type: ignore[arg-type]
-    with lent(loader, [[5, 1], [6], [0, 7]]):
+    with use_batches(loader, [[5, 1], [6], [0, 7]]):
         rest = iter(loader)
     assert [batch.tolist() for batch in rest] == [[5, 1], [6], [0, 7]]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with lent(loader, [[3]]):
+    with use_batches(loader, [[3]]):
         rest = iter(loader)
     assert [batch.tolist() for batch in rest] == [[3]]
 
