@@ -1,7 +1,7 @@
 """Pictures with matplotlib: what they have in common, and the picture of a throughput curve.
 
 Line style, marker and hatching tell everything apart, so grey print is enough. matplotlib is an
-extra (`pip install "accumplug[recipes]"`) and is imported when a picture is drawn.
+extra (`pip install "accumplug[plots]"`) and is imported when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def need_matplotlib() -> type[Figure]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            'pictures need matplotlib, which is an extra: pip install "accumplug[recipes]"'
+            'pictures need matplotlib, which is an extra: pip install "accumplug[plots]"'
         ) from error
     return Figure
 

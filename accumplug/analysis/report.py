@@ -22,6 +22,7 @@ __all__ = ["draw_run", "read_metrics", "report"]
 Line: TypeAlias = dict[str, Any]  # a JSON object
 MANY = 30  # skipped windows; more lines across a panel would hide its content
 LONGEST = 80  # characters of a title
+DRAWABLE = 1e100  # matplotlib overflows far above
 
 
 def report(metrics: str | Path, png: str | Path | None = None) -> Path:
@@ -96,7 +97,7 @@ def _number(value: object) -> float | None:
     """Return a finite number as a float, everything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) < 1e300 else None
+    return float(value) if abs(value) < DRAWABLE else None
 
 
 def _placed(lines: Sequence[Line]) -> list[Line]:

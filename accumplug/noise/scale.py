@@ -1,37 +1,38 @@
 """The gradient noise scale: how large a batch still pays, from two norms per window.
 
 Formulas: McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch
-Training" (arXiv 1812.06162), appendix A.1. It is an estimate, of `trace(Sigma) / |G|^2`, and
-stands for the critical batch size only as far as their model of a loss holds; on one
-device, small batches with Adam's beta2 held in tokens often need no accumulation at all
-(Marek et al. 2025, arXiv 2507.07101). Plain arithmetic on floats: nothing here knows torch.
+Training" (arXiv 1812.06162), appendix A.1. It is an estimate of `trace(Sigma) / |G|^2`, and
+equals the critical batch size only as far as their model of a loss holds; on one device,
+small batches with Adam's beta2 kept constant in tokens often need no accumulation at all
+(Marek et al. 2025, arXiv 2507.07101). Plain arithmetic on floats, without torch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["ONE_DEVICE", "NoiseEstimate", "NoiseScale"]
 
 ONE_DEVICE = (
-    "On one device a larger batch often does not pay: small ones, with Adam's beta2 held in "
-    "tokens, need no accumulation (Marek et al. 2025)."
+    "On one device a larger batch often does not pay: small ones, with Adam's beta2 kept constant "
+    "in tokens, need no accumulation (Marek et al. 2025)."
 )
 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """What is known about the noise scale at one moment.
+    """The estimate of the noise scale at one moment.
 
     Attributes:
         value: the noise scale, in the unit of the weights (items, tokens); None while the
-            estimate of |G|^2 is not above 0.
-        low, high: the 95 % interval; `high` is infinite while |G|^2 can't be told from 0.
-        gradient_sq: the estimate of |G|^2, the squared norm of the true gradient.
+            estimate of `|G|^2` is not above 0.
+        low: the lower end of the 95 % interval.
+        high: its upper end; infinite while `|G|^2` can't be distinguished from 0.
+        gradient_sq: the estimate of `|G|^2`, the squared norm of the true gradient.
         trace: the estimate of trace(Sigma), the summed variance of one item's gradient.
-        windows: how many windows went into it.
+        windows: the number of windows it is computed from.
     """
 
     value: float | None
@@ -41,10 +42,10 @@ class NoiseEstimate:
     trace: float
     windows: int
 
-    def compare(self, effective_batch: float) -> str:
+    def compare(self, effective_batch: float) -> Literal["below", "near", "above", "unclear"]:
         """Say whether a batch is "below", "near" or "above" the noise scale, or "unclear".
 
-        Below and above mean by a factor of 2 or more, and outside the interval; near means
+        "below" and "above" mean by a factor of 2 or more, and outside the interval; "near" means
         neither, with an interval no wider than a factor of 4.
         """
         if effective_batch < self.low and (self.value is None or 2 * effective_batch <= self.value):
@@ -56,7 +57,7 @@ class NoiseEstimate:
         return "near" if self.high <= 4 * self.low else "unclear"
 
     def sentence(self, effective_batch: float, unit: str = "items") -> str:
-        """Say in one sentence what the estimate means for this effective batch."""
+        """Describe in one sentence the meaning of the estimate for this effective batch."""
         unbounded = not math.isfinite(self.high)
         if self.value is None or (unbounded and self.low == 0):
             above = f" (above {_short(self.low)} {unit})" if self.low > 0 else ""
@@ -98,7 +99,7 @@ class _Running:
 
 
 class NoiseScale:
-    """The smoothed gradient noise scale of a run: the batch above which more items save little.
+    """The smoothed gradient noise scale of a run: the batch above which more items gain little.
 
     >>> accum.noise_scale = NoiseScale()  # each window updates it
     >>> print(accum.noise_scale.estimate.sentence(effective_batch=accum.last.weight))
@@ -115,16 +116,19 @@ class NoiseScale:
     windows; it takes windows as independent draws, so it is too narrow while the noise
     scale drifts.
 
-    It is an estimate, and nothing follows from it by itself. On one device a larger batch often
-    does not pay even below it (Marek et al. 2025, arXiv 2507.07101).
+    It is an estimate, and changes nothing by itself. On one device a larger batch often does not
+    pay even below it (Marek et al. 2025, arXiv 2507.07101).
     """
 
     def __init__(self, *, decay: float = 0.99) -> None:
-        """Start with nothing known; `decay` is the weight of the past at each window.
+        """Start without data; `decay` is the weight of the past at each window.
 
         Raises:
+            TypeError: `decay` is not a number.
             ValueError: `decay` is not in [0, 1).
         """
+        if isinstance(decay, bool) or not isinstance(decay, int | float):
+            raise TypeError(f"decay must be a number, got {decay!r}")
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}")
         self.decay = decay
@@ -133,9 +137,9 @@ class NoiseScale:
     def update(
         self, small_sq_norm: float, big_sq_norm: float, small_weight: float, big_weight: float
     ) -> bool:
-        """Take in one window; say whether it could be used.
+        """Add one window; return whether it could be used.
 
-        A window is left out if a number is not finite or the two weights are the same.
+        A window is skipped if a number is not finite or its two weights are equal.
 
         Args:
             small_sq_norm: squared norm of the mean gradient over the small batch: the
@@ -163,7 +167,7 @@ class NoiseScale:
         return True
 
     def _add(self, trace: float, gradient_sq: float) -> None:
-        """Move the means (West 1979): alpha makes them those of a bias-corrected average."""
+        """Update the means (West 1979); with this alpha they are bias-corrected averages."""
         s = self._state
         s.windows += 1
         alpha = (1 - self.decay) / (1 - self.decay**s.windows)
@@ -183,25 +187,25 @@ class NoiseScale:
 
     @property
     def estimate(self) -> NoiseEstimate:
-        """What is known now: a `NoiseEstimate` with value, interval and sentence."""
+        """The present estimate: a `NoiseEstimate` with value, interval and sentence."""
         s = self._state
         low, high = _fieller(s)
         value = max(0.0, s.trace) / s.gradient_sq if s.gradient_sq > 0 else None
         return NoiseEstimate(value, low, high, s.gradient_sq, s.trace, s.windows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give everything a resumed run needs, as JSON scalars."""
+        """Return the state for a resumed run, as JSON scalars."""
         return {"decay": self.decay, **asdict(self._state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
+        """Continue from a `state_dict()`."""
         state = dict(state)
         self.decay = float(state.pop("decay"))
         self._state = _Running(**state)
 
 
 def _fieller(s: _Running) -> tuple[float, float]:
-    """Give the 95 % interval of trace / |G|^2 (Fieller 1954), cut off at 0."""
+    """Return the 95 % interval of trace / |G|^2 (Fieller 1954), cut off at 0."""
     share = s.sum_of_squared_weights
     if s.windows < 2 or share >= 1:
         return 0.0, math.inf
@@ -219,7 +223,7 @@ def _fieller(s: _Running) -> tuple[float, float]:
 
 
 def _student_t(freedom: float) -> float:
-    """Give Student's t for 95 %, by the first terms of its expansion (within 4 % from 3 on)."""
+    """Return Student's t for 95 %, by the first terms of its series (within 4 % from 3 on)."""
     z = 1.959964
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

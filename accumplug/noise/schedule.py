@@ -1,4 +1,4 @@
-"""A schedule for `steps` that follows the gradient noise scale; off unless it is passed."""
+"""A schedule for `steps` that follows the gradient noise scale, for those who pass it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,43 @@ __all__ = ["NoiseSchedule"]
 
 
 class NoiseSchedule:
-    """A `steps` schedule that follows the noise scale; nothing uses it unless it is passed.
+    """A `steps` schedule that follows the gradient noise scale.
 
     >>> schedule = NoiseSchedule(noise, start=4, most=64)
     >>> accum = Accumulator(steps=schedule, optimizer=optimizer)
     >>> accum.noise_scale = noise
 
-    It doubles the steps when the whole interval lies above twice the window's weight,
-    halves them when it lies below half of it, and then rests for `patience` updates. Growing
-    the batch along a run is appendix D of McCandlish et al. 2018 (arXiv 1812.06162); the learning
-    rate is not touched. A `Checkpointer` saves it if it is given: `schedule=schedule`.
+    It doubles the steps when the whole interval is above twice the window's weight, halves them
+    when it is below half of it, and then waits for `patience` updates. Growing the batch during a
+    run is appendix D of McCandlish et al. 2018 (arXiv 1812.06162); the learning rate is not
+    changed. A `Checkpointer` saves it if it is passed: `schedule=schedule`.
     """
 
     def __init__(
         self, noise: NoiseScale, *, start: int, least: int = 2, most: int, patience: int = 50
     ) -> None:
-        """Follow `noise` from `start` steps on, within `least` and `most`.
+        """Follow `noise`, starting with `start` steps, between `least` and `most`.
 
         Args:
-            noise: what `accum.noise_scale` is.
+            noise: the `NoiseScale` of the run, which is also `accum.noise_scale`.
             start: steps of the first windows.
-            least: fewest steps; below 2 there is nothing to compare, and it stays there.
-            most: most steps.
+            least: smallest number of steps. A window of 1 gives no estimate, so at 1 it stays.
+            most: largest number of steps.
             patience: updates between two changes.
 
         Raises:
+            TypeError: `noise` is not a NoiseScale, or a number is not an int.
             ValueError: not 1 <= least <= start <= most, or patience < 1.
         """
+        if not isinstance(noise, NoiseScale):
+            raise TypeError(f"noise must be a NoiseScale, got {noise!r}")
+        if any(
+            isinstance(n, bool) or not isinstance(n, int) for n in (start, least, most, patience)
+        ):
+            raise TypeError(
+                "start, least, most and patience must be of type int, got "
+                f"{start!r}, {least!r}, {most!r}, {patience!r}"
+            )
         if not 1 <= least <= start <= most or patience < 1:
             raise ValueError(
                 "need 1 <= least <= start <= most and patience >= 1, got "
@@ -44,7 +54,7 @@ class NoiseSchedule:
         self._steps, self._changed = start, 0
 
     def __call__(self, update_count: int) -> int:
-        """Give the steps of the window that makes update number `update_count`."""
+        """Return the steps of the window that follows `update_count` updates."""
         if update_count - self._changed >= self.patience and self.noise.estimate.windows:
             now, weight = self.noise.estimate, self.noise.big_weight
             if now.low > 2 * weight and 2 * self._steps <= self.most:
@@ -54,9 +64,9 @@ class NoiseSchedule:
         return self._steps
 
     def state_dict(self) -> dict[str, int]:
-        """Give the steps and when they last changed; the noise scale saves itself."""
+        """Return the steps and the update of their last change; the noise scale is saved apart."""
         return {"steps": self._steps, "changed": self._changed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a `state_dict()`."""
+        """Continue from a `state_dict()`."""
         self._steps, self._changed = int(state["steps"]), int(state["changed"])

@@ -89,3 +89,41 @@ def test_a_model_with_batchnorm_is_tried_from_two_items_on():
     seen.clear()
     assert memory_fit.Trial(Target(model.eval(), torch.randn(3, 4), loss), torch.device("cpu"))(1)
     assert set(seen) == {1}
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """A machine with cuda:0 and cuda:1, as far as torch is asked; the one that was made current."""
+    current = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    return current
+
+
+def test_under_a_launcher_each_rank_tries_its_own_device(two_devices, monkeypatch):
+    """LOCAL_RANK is the index; it is made current, so that a target's "cuda" is it too."""
+    assert memory_fit.rank_device() == torch.device("cuda")
+    assert two_devices == []
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert memory_fit.rank_device() == torch.device("cuda", rank)
+        assert memory_fit.rank_device("cuda") == torch.device("cuda", rank)
+    assert two_devices == [torch.device("cuda", rank) for rank in (0, 0, 1, 1)]
+    assert memory_fit.rank_device("cuda:0") == torch.device("cuda:0")
+    assert memory_fit.rank_device("cpu") == torch.device("cpu")
+
+
+def test_a_rank_without_a_device_is_told_so(two_devices, monkeypatch):
+    """Three ranks on two devices."""
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="rank 2 of this machine has no device: torch sees 2"):
+        memory_fit.rank_device()
+    assert two_devices == []
+
+
+def test_a_batch_without_items_can_not_be_repeated():
+    """Its rows are what larger micro-batches are made of."""
+    parts = Target(nn.Linear(4, 2), torch.ones(0, 4), lambda model, batch: model(batch).mean())
+    with pytest.raises(ValueError, match="the batch has no items"):
+        memory_fit.Trial(parts, torch.device("cpu"))

@@ -229,6 +229,75 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
         return true_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r'pip install "accumplug\[recipes\]"'):
+    with pytest.raises(ImportError, match=r'pip install "accumplug\[plots\]"'):
         CURVE.draw(tmp_path / "curve.png")
     assert not list(tmp_path.iterdir())
+
+
+HOSTILE = [
+    '{"update": NaN, "loss": 1.0}',
+    '{"update": Infinity, "loss": 1.0}',
+    '{"update": true, "loss": 1.0}',
+    '{"update": "2", "loss": 1.0}',
+    '{"update": null}',
+    "null",
+    "1",
+    "[]",
+    "{}",
+    "",
+    "\x00\x01",
+    "{" * 100_000,
+    "[" * 100_000,
+    '{"update": ' + "9" * 5000 + "}",
+]
+
+
+def test_lines_of_any_content_are_skipped(tmp_path):
+    """Among them two lines that are drawn."""
+    good = [json.dumps(full_line(n)) for n in (1, 2)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes("\n".join([*HOSTILE, good[0], *HOSTILE, good[1]]).encode() + b"\n\xff\xfe")
+    assert [line["update"] for line in read_metrics(path)] == [1, 2]
+    assert report(path).read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "NaN\n", "\n".join(HOSTILE)])
+def test_a_log_without_anything_to_draw_leaves_no_picture(tmp_path, content):
+    """An empty file included: the error names the keys that are needed."""
+    (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(ValueError, match="nothing to draw: a line must be a JSON object with a nu"):
+        report(tmp_path / "metrics.jsonl")
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_updates_without_any_number_to_draw_are_an_error_too(tmp_path):
+    """All NaN, or under other names."""
+    nothing = {"loss": float("nan"), "lr": None, "grad_norm": "high", "seconds": [1], "train": 1.0}
+    path = log(tmp_path / "metrics.jsonl", [{"update": n, **nothing} for n in (1, 2)])
+    with pytest.raises(ValueError, match="its keys are update, loss, lr, grad_norm, sec"):
+        report(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": 9e99, "grad_norm": -9e99, "seconds": 0.0},
+        {"loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "seconds": 0.0, "noise_scale": 0.0},
+        {"loss": -5.0, "seconds": -1.0, "noise_scale": -3.0},
+        {"loss": 10**400, "grad_norm": float("nan"), "lr": float("inf")},
+        {"update": 0},
+        {"update": -3},
+        {"update": 10**12},
+        {"update": 2.5},
+        {"loss_unit": "$\\frac{", "weight_unit": "{x} % $a_$"},
+        {"stepped": "no", "skipped": [1]},
+        {"stepped": False, "skipped": float("nan")},
+        {"noise_scale": 5.0, "noise_low": 9.0, "noise_high": 9e99},
+    ],
+    ids=str,
+)
+def test_numbers_and_texts_of_any_kind_are_drawn(tmp_path, change):
+    """Huge, zero, negative and missing numbers; texts that look like formulas."""
+    lines = [full_line(1), {**full_line(2), **change}, full_line(3)]
+    path = log(tmp_path / "a$b$_{c.jsonl", lines)
+    assert report(path).read_bytes().startswith(PNG)

@@ -291,3 +291,48 @@ def test_what_can_not_be_swept_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         sweep_effective_batches(model, loss_fn=CRITERION, **arguments)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "model"}, "model must be a torch.nn.Module, got a str"),
+        ({"accum_steps": (1, 2.0)}, r"steps must be of type int, got \[1, 2.0\] and 100"),
+        ({"num_steps": "10"}, "steps must be of type int, got .* and '10'"),
+        ({"loss_fn": "mse"}, "loss_fn must be a function or a criterion of torch"),
+    ],
+)
+def test_wrong_types_are_type_errors(change, message, tmp_path):
+    """Each shows what came."""
+    model, micro_batches = small()
+    arguments = {"model": model, "micro_batches": micro_batches, "loss_fn": CRITERION, **change}
+    with pytest.raises(TypeError, match=message):
+        sweep_effective_batches(**arguments, output_dir=tmp_path)
+
+
+def test_a_loss_that_is_nan_is_swept_and_its_file_is_json(tmp_path):
+    """Times are times; the loss is null in the file, and no noise scale is known."""
+    model, micro_batches = small()
+    curve = sweep_effective_batches(
+        model,
+        micro_batches,
+        lambda model, batch: CRITERION(model(batch[0]), batch[1]) * math.nan,
+        accum_steps=(1, 2),
+        num_steps=2,
+        output_dir=tmp_path,
+    )
+    assert math.isnan(curve.rows[0].avg_loss)
+    text = (tmp_path / "accum-curve.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert [row["avg_loss"] for row in found["rows"]] == [None, None]
+    assert curve.sentence.endswith("it needs more windows, or larger ones.")
+    assert curve.draw(tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_micro_batches_without_items_are_refused(tmp_path):
+    """Zero rows are no micro-batch."""
+    model, _ = small()
+    empty = (torch.ones(0, 784), torch.ones(0, dtype=torch.long))
+    with pytest.raises(ValueError, match="got micro-batches of 0 items"):
+        sweep_effective_batches(model, [empty] * 4, CRITERION, output_dir=tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -1,12 +1,13 @@
 """What the command line promises: answers on stdout, one-line errors on stderr, exit codes."""
 
+import argparse
 import json
 import subprocess
 import sys
 
 import pytest
 
-from accumplug.cli.parser import main
+from accumplug.cli.parser import main, make_parser
 
 PARTS = """
 import warnings
@@ -76,6 +77,11 @@ def five():
             raise torch.OutOfMemoryError("pretended")
         return F.cross_entropy(model(batch[0]), batch[1])
     return *make(), loss
+
+
+def empty():
+    model, (x, y) = make()
+    return model, (x[:0], y[:0]), nn.CrossEntropyLoss()
 
 
 def pair():
@@ -196,6 +202,16 @@ def test_check_answers_on_ones_own_model(parts, capsys, arguments, code, said):
         (["plan", "64"], "give either a micro-batch or --fit"),
         (["plan", "64", "8", "--fit", "my_parts:five"], "give either a micro-batch or --fit"),
         (["plan", "64", "8", "--world-size", "0"], "world_size must be at least 1, got 0"),
+        (["plan", "0", "8"], "effective_batch must be at least 1, got 0"),
+        (["plan", "0", "--fit", "my_parts:five"], "effective_batch must be at least 1, got 0"),
+        (["plan", "8", "--fit", "my_parts:five", "--world-size", "0"], "world_size must be at l"),
+        (["plan", "8", "8", "--lr", "nan"], "lr must be a number above 0, got nan"),
+        (["check", "my_parts:empty"], "at least 2 items to split, got 0"),
+        (["sweep", "my_parts:empty"], "0 items holds no micro-batch of 8 items"),
+        (["plan", "8", "--fit", "my_parts:empty"], "the batch has no items"),
+        (["check", "my_parts:good", "--bound", "nan"], "bound must be a number of at least 0"),
+        (["sweep", "my_parts:good", "--num-steps", "0"], "steps must be at least 1"),
+        (["report", "."], "Is a directory"),
         (["plan", "many", "8"], "invalid int value: 'many'"),
         (["plan", "64", "8", "--lr", "-1"], "lr must be a number above 0, got -1.0"),
         (
@@ -326,3 +342,30 @@ def test_the_module_is_the_command():
     )
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.startswith("accumplug plan: error: an effective batch of 100")
+
+
+def parsers():
+    """The parser of each command, by its name."""
+    parser = make_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return {"": parser, **commands.choices}
+
+
+@pytest.mark.parametrize("command", parsers())
+def test_every_option_has_a_word_of_help(command):
+    """A few words, each another text; and a default that is named where there is one."""
+    actions = [a for a in parsers()[command]._actions if a.dest != "command"]
+    for action in actions:
+        assert len(str(action.help or "").split()) >= 2, action.dest
+        if action.default not in (None, False, argparse.SUPPRESS):
+            assert "(" in action.help or "efault" in action.help, action.dest
+    assert len({action.help for action in actions}) == len(actions)
+
+
+def test_report_names_the_keys_that_a_log_needs_and_those_that_it_has(parts, capsys):
+    """A log of one's own, with other names."""
+    (parts / "mine.jsonl").write_text('{"step": 1, "train_loss": 2.0}\n' * 3)
+    code, out, err = run(capsys, "report", "mine.jsonl")
+    assert (code, out) == (2, "")
+    assert "a number for update and for one of loss, lr, grad_norm, noise_scale, seconds" in err
+    assert err.endswith("its keys are step, train_loss\n")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import statistics
 
 import pytest
@@ -298,3 +299,10 @@ def test_two_backwards_of_one_micro_batch_are_one_gradient():
     assert accum.noise_scale.windows == [
         pytest.approx(norms(model.parameters(), model, pieces[0], torch.cat(pieces)))
     ]
+
+
+@pytest.mark.parametrize("decay", ["0.9", None, True, [0.9]])
+def test_a_decay_that_is_no_number_is_a_type_error(decay):
+    """The message shows what came."""
+    with pytest.raises(TypeError, match=f"decay must be a number, got {re.escape(repr(decay))}"):
+        NoiseScale(decay=decay)

@@ -50,3 +50,19 @@ def test_bounds_of_the_schedule_are_checked():
     """Numbers that contradict each other are refused, with the numbers."""
     with pytest.raises(ValueError, match="least=2, start=1, most=8"):
         NoiseSchedule(NoiseScale(), start=1, most=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise": 4}, "noise must be a NoiseScale, got 4"),
+        ({"start": 2.0}, "must be of type int, got 2.0, 2, 8, 50"),
+        ({"most": "8"}, "must be of type int, got 2, 2, '8', 50"),
+        ({"patience": None}, "must be of type int, got 2, 2, 8, None"),
+        ({"least": True}, "must be of type int, got 2, True, 8, 50"),
+    ],
+)
+def test_wrong_types_are_type_errors(change, message):
+    """Each shows what came."""
+    with pytest.raises(TypeError, match=message):
+        NoiseSchedule(**{"noise": NoiseScale(), "start": 2, "most": 8, **change})
