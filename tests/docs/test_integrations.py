@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from documents import Document
 from loops import COMMON, apart, rows, trained
 from ranks.harness import Ranks
-from textbook import data, mean_loss, network, relative, same, textbook_loop
+from textbook import data, mean_loss, network, relative, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -29,39 +30,34 @@ TRANSFORMERS = Document("docs/integrations/transformers.md")
 LIGHTNING = Document("docs/integrations/lightning.md")
 
 
-def test_accelerate_has_the_bits_of_the_textbook_loop_in_full_windows():
+def test_accelerate_has_the_bits_of_the_loop_before_in_full_windows():
     """Two full windows of 16 change nothing for an Accelerate loop but one line."""
-    reference, model = network(torch.float32), network(torch.float32)
+    before, after = network(torch.float32), network(torch.float32)
     loader = DataLoader(rows(64), 2)
-    optimizer = SGD(reference.parameters(), lr=0.1)
-    textbook_loop(reference, loader, 16, optimizer, max_grad_norm=1.0)
-    names = accelerate_loop(model, loader)
-    assert same(model, reference)
-    assert names["accum"].updates == 2
+    ACCELERATE.run("Before", 0, **accelerate_names(before, loader))
+    found = ACCELERATE.run("After", 0, **accelerate_names(after, loader))
+    assert same(before, after)
+    assert found["accum"].updates == 2
 
 
 def test_accelerate_closes_the_tail_as_a_mean_over_what_is_there():
     """20 micro-batches: the second window is a mean over 4, not 4 of 16."""
-    start = network(torch.float32)
-    loader = DataLoader(rows(40), 2)
-    expected = trained(start, list(loader), 16, clip=1.0)
-    names = accelerate_loop(start, loader)
-    assert apart(start, expected) < 1e-6
-    assert names["scheduler"].scheduler.last_epoch == 2
+    model, loader = network(torch.float32), DataLoader(rows(40), 2)
+    expected = trained(model, list(loader), 16, clip=1.0)
+    found = ACCELERATE.run("After", 0, **accelerate_names(model, loader))
+    assert apart(model, expected) < 1e-6
+    assert found["scheduler"].scheduler.last_epoch == 2
 
 
-def accelerate_loop(model, loader):
+def accelerate_names(model, loader):
     optimizer = SGD(model.parameters(), lr=0.1)
-    return ACCELERATE.run(
-        "Accelerate",
-        0,
-        **COMMON,
-        Accelerator=lambda: Accelerator(cpu=True),
-        model=model,
-        optimizer=optimizer,
-        scheduler=StepLR(optimizer, 100),
-        loader=loader,
-    )
+    return COMMON | {
+        "Accelerator": partial(Accelerator, cpu=True),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": StepLR(optimizer, 100),
+        "loader": loader,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +80,7 @@ def ddp_rank(rank):
     """What each rank runs: the loop for plain DDP, on its share of 22 samples."""
     sampler = DistributedSampler(rows(dtype=torch.float64), 2, rank, shuffle=False)
     names = PYTORCH.run(
-        "DDP",
+        "After",
         0,
         **COMMON,
         DistributedDataParallel=DistributedDataParallel,
@@ -119,6 +115,27 @@ def test_plain_ddp_on_two_ranks_is_one_large_batch(ranks):
         assert (updates, syncs, weight) == (4, 4, 6.0)
 
 
+def ddp_bits_rank(rank):
+    """What each rank runs: the loops before and after, on two full windows."""
+    samples = rows(32, torch.float64)
+    sampler = DistributedSampler(samples, 2, rank, shuffle=False)
+    names = COMMON | {
+        "DistributedDataParallel": DistributedDataParallel,
+        "loader": DataLoader(samples, 2, sampler=sampler),
+        "epochs": 1,
+    }
+    before = PYTORCH.run("Before", 0, model=network(), nullcontext=nullcontext, **names)["model"]
+    after = PYTORCH.run("After", 0, model=network(), **names)["model"]
+    return same(before, after), relative(list(network().parameters()), list(after.parameters()))
+
+
+def test_plain_ddp_has_the_bits_of_the_loop_before_in_full_windows(ranks):
+    """On both ranks."""
+    for equal, moved in ranks.run(2, ddp_bits_rank):
+        assert equal
+        assert moved > 0
+
+
 class Blocks(nn.Module):
     """A model of blocks, as the loop for fully_shard expects it."""
 
@@ -136,12 +153,30 @@ class Blocks(nn.Module):
 
 def sharded_rank(rank):
     """What each rank runs: the loop for fully_shard, on micro-batches of its own."""
-    names = FSDP2.run("FSDP2", 0, **COMMON, model=Blocks(), loader=data([2] * 12, seed=rank))
+    names = FSDP2.run("After", 0, **COMMON, model=Blocks(), loader=data([2] * 12, seed=rank))
     found = [p.full_tensor().detach() for p in names["model"].parameters()]
     answer = found, names["accum"].updates
     del names
     gc.collect()
     return answer
+
+
+def sharded_before_rank(rank):
+    """The same of the loop before, for two full windows."""
+    loader = data([2] * 16, seed=rank)
+    before = FSDP2.run("Before", 0, **COMMON, model=Blocks(), loader=loader)["model"]
+    after = FSDP2.run("After", 0, **COMMON, model=Blocks(), loader=loader)["model"]
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    answer = [relative([a.full_tensor().detach()], [b.full_tensor().detach()]) for a, b in pairs]
+    del before, after
+    gc.collect()
+    return answer
+
+
+def test_fully_shard_agrees_with_the_loop_before_in_full_windows(ranks):
+    """Which reduces once in a window, where the shown one reduces in each micro-batch."""
+    for answer in ranks.run(2, sharded_before_rank):
+        assert max(answer) < 1e-9  # AdamW's first step: g / |g|
 
 
 def test_fully_shard_on_two_ranks_is_one_large_batch(ranks):
