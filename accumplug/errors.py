@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class TornWindowError(RuntimeError):
     """The open window's running sum can't be trusted; ``accum.discard()`` throws it away."""
@@ -13,3 +15,18 @@ class NonFiniteError(RuntimeError):
 
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete or not one; the message names the file."""
+
+
+class MovedError(RuntimeError):
+    """A private part of torch is gone, or means something else than in the versions it was read in.
+
+    Args:
+        name: the private part.
+        purpose: what it is read for.
+    """
+
+    def __init__(self, name: str, purpose: str) -> None:
+        super().__init__(
+            f"torch {torch.__version__} moved {name}, which accumplug reads for {purpose}. Use a "
+            f"version of torch that accumplug was tested with (docs/versions.md)"
+        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
 
 def run_backward(
@@ -17,13 +18,23 @@ def run_backward(
 ) -> None:
     """The same as `torch.autograd.backward`, for `grads` of the shapes of `roots`.
 
-    torch 2.13 compares those shapes as if they were symbolic, which takes a fifth of all the
-    time that accum spends on a micro-batch.
+    torch compares those shapes as if they were symbolic, which takes a fifth of all the time that
+    accum spends on a micro-batch.
     """
-    if create_graph or any(type(root) is not Tensor for root in roots):
+    engine = _engine()
+    if engine is None or create_graph or any(type(root) is not Tensor for root in roots):
         torch.autograd.backward(roots, grads, retain_graph, create_graph)
-        return
-    _engine_run_backward(
+    else:
+        _run(engine, roots, grads, retain_graph)
+
+
+def _run(
+    engine: Callable[..., Any],
+    roots: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    retain_graph: bool | None,
+) -> None:
+    engine(
         tuple(roots),
         tuple(grads),
         bool(retain_graph),
@@ -32,3 +43,17 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+@functools.cache
+def _engine() -> Callable[..., Any] | None:
+    """The private function behind `torch.autograd.backward` (2.8 to 2.15), if it still is that."""
+    engine: Callable[..., Any] | None
+    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    try:
+        with torch.enable_grad():
+            _run(engine, [leaf * 2], [torch.ones_like(leaf)], None)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return None
+    return None if leaf.grad is None else engine

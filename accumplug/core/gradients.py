@@ -30,11 +30,21 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {bare_name(n): p for n, p in fsdp.named_parameters(model).items()}
 
 
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of the parameter's gradient; before torch 2.10 it can't be another than its own."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | None = None) -> None:
     """Set `parameter.grad`; its dtype may differ from the parameter's (`Tensor.grad_dtype`)."""
     dtype = dtype or (parameter.dtype if grad is None else grad.dtype)
     parameter.grad = None
-    if (parameter.grad_dtype or parameter.dtype) != dtype:
+    if grad_dtype(parameter) != dtype:
+        if not hasattr(parameter, "grad_dtype"):
+            raise ValueError(
+                f"accumulate_dtype needs Tensor.grad_dtype, which torch has from 2.10 on; this is "
+                f"torch {torch.__version__}"
+            )
         # None: torch (2.13) can't go back to following the parameter's dtype, but to any dtype
         parameter.grad_dtype = None if dtype == parameter.dtype else dtype
     parameter.grad = grad
@@ -53,7 +63,7 @@ def _widens(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
     if not parameter.is_floating_point() or isinstance(parameter, DTensor):
         return False
     if dtype is None:
-        return (parameter.grad_dtype or parameter.dtype) != parameter.dtype
+        return grad_dtype(parameter) != parameter.dtype
     return parameter.dtype.itemsize < dtype.itemsize
 
 

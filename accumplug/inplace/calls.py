@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from accumplug.inplace.engine import DisableTorchFunctionSubclass, call_plainly, plain_reverse_mode
 from accumplug.inplace.products import Lookup, Product
 from accumplug.inplace.sums import Part, Sum
 
@@ -52,11 +51,11 @@ class _Watched(Tensor):
         if others:  # another subclass decides, as it would beside an ordinary weight
             return others[0].__torch_function__(func, others, args, kwargs)
         call = _CALLS.get(func)
-        if call is not None and _plain_reverse_mode():
+        if call is not None and plain_reverse_mode():
             result = call(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        return call_plainly(func, types, args, kwargs)
 
 
 class _WatchedParameter(_Watched, Parameter):
@@ -75,14 +74,6 @@ class _WatchedParameter(_Watched, Parameter):
 
 class _WatchedView(_Watched):
     """A transpose or a slice of a weight."""
-
-
-def _plain_reverse_mode() -> bool:
-    return (
-        torch.is_grad_enabled()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
 
 
 def _sum_of(weight: Any) -> Sum | Part | None:
@@ -168,11 +159,13 @@ def _embedding(
 
 
 def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's own function (2.13), past the question that led here.
+    """torch's own function, past the question that led here.
 
     It would hand itself over again; a copy of it that is told of no subclass runs the body,
     and the projections inside are noticed like any other.
     """
+    if "has_torch_function" not in func.__code__.co_names:
+        return NotImplemented  # another torch than 2.8 to 2.15, which asks in another way
     names = {**func.__globals__, "has_torch_function": lambda tensors: False}
     body = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__)
     return body(*args, **kwargs)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.conv import _ConvNd
@@ -14,6 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import optimizer
 
 from accumplug.inplace.calls import unwatch, watch
+from accumplug.inplace.engine import MISSING
 from accumplug.inplace.sums import Sum
 
 SMALLEST = 2**19
@@ -62,6 +65,7 @@ class InplaceGradients:
         self._sums: dict[int, Sum] = {}
         self._never: dict[int, str] = {}
         self._modules: dict[str, list[Tensor]] = {}
+        self._unable = _unable()
         for i, model in enumerate(models):
             prefix = f"{i}." if len(models) > 1 else ""
             for name, module, whole in _walk(model, "", None):
@@ -114,7 +118,7 @@ class InplaceGradients:
         if weights:
             self._modules[name] = weights
         for weight in weights:
-            reason = whole or _never(module, weight, smallest)
+            reason = self._unable or whole or _never(module, weight, smallest)
             if reason is None:
                 self._sums.setdefault(id(weight), Sum(weight))
             else:
@@ -148,6 +152,32 @@ def _walk(
     yield name, module, whole
     for key, child in module.named_children():
         yield from _walk(child, f"{name}.{key}" if name else key, whole)
+
+
+@functools.cache
+def _unable() -> str | None:
+    """Why this version of torch lets nothing be added in place: what one product has shown."""
+    if MISSING:
+        return f"torch {torch.__version__} has no {MISSING[0]}"
+    x = torch.ones(1, 2, dtype=torch.float32, device="cpu")
+    total = Sum(nn.Parameter(torch.zeros_like(x).expand(2, 2).clone()))
+    with torch.enable_grad():
+        try:
+            total.start()
+            watch(total)
+            for _ in range(2):
+                torch.autograd.backward(F.linear(x, total.weight).sum())
+            product = F.linear(x, total.weight).sum()
+            (asked,) = torch.autograd.grad(product, total.weight, allow_unused=True)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            return f"torch {torch.__version__} can't: {error}"
+        finally:
+            unwatch(total)
+            total.end()
+    gradients = ((total.weight.grad, 2), (asked, 1))
+    if any(found is None or found.ne(value).any() for found, value in gradients):
+        return f"torch {torch.__version__} adds up another gradient than autograd's"
+    return None
 
 
 def _never(module: nn.Module, weight: Tensor, smallest: int) -> str | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass
 
+from accumplug.inplace.engine import (
+    DisableTorchFunctionSubclass,
+    is_observed,
+    is_traced,
+    will_execute,
+)
 from accumplug.inplace.sums import Part, Sum
 
 PIECE = 2**20  # elements of the largest temporary where a product and its sum differ in dtype
@@ -61,6 +65,7 @@ class Product(torch.autograd.Function):
             left, right = (dy.t(), x) if ctx.transposed else (x.t(), dy)
             dw = _deliver(
                 ctx,
+                dy,
                 lambda total: add_product(total, left, right),
                 lambda: left.mm(right),
             )
@@ -89,6 +94,7 @@ class Lookup(torch.autograd.Function):
         with DisableTorchFunctionSubclass():
             dw = _deliver(
                 ctx,
+                dy,
                 lambda total: add_rows(total, ids, dy, ctx.padding_idx),
                 lambda: torch.ops.aten.embedding_dense_backward(
                     dy, ids, ctx.weight.shape[0], ctx.padding_idx, False
@@ -127,7 +133,7 @@ def _gains_from_pieces(x: Tensor, matrix: Tensor) -> bool:
         and matrix.stride(0) == 1
         and matrix.numel() >= WIDE
         and matrix.shape[0] >= 2 * COLUMNS
-        and torch._C._len_torch_dispatch_stack() == 0  # who looks on sees one product
+        and not is_observed()  # who looks on sees one product
     )
 
 
@@ -161,7 +167,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor, padding_idx: int) -> None
 
 
 def _deliver(
-    ctx: Any, add: Callable[[Tensor], None], gradient: Callable[[], Tensor]
+    ctx: Any, dy: Tensor, add: Callable[[Tensor], None], gradient: Callable[[], Tensor]
 ) -> Tensor | None:
     """Add the gradient in place, or return it for autograd, or neither if nobody wants it.
 
@@ -173,7 +179,7 @@ def _deliver(
     if wanted is False or (wanted and not total.weight.requires_grad):
         return None
     seen = ctx.weight._backward_hooks or ctx.weight.retains_grad or ctx.total.hooked()
-    traced = torch.is_grad_enabled() or torch.is_anomaly_enabled() or _is_compiled()
+    traced = torch.is_grad_enabled() or torch.is_anomaly_enabled() or is_traced(dy)
     if not wanted or seen or traced or (target := ctx.total.target()) is None:
         return gradient()
     add(target)
@@ -184,21 +190,14 @@ def _deliver(
 def _accumulates(node: Any) -> bool | None:
     """Whether this backward adds to the weight's `.grad`; None if autograd.grad asked for it.
 
-    Private in torch 2.13: `_will_engine_execute_node` knows of `backward(inputs=...)`, and
-    refuses a leaf that autograd.grad captures, with a RuntimeError.
+    `will_execute` knows of `backward(inputs=...)`, and refuses a leaf that autograd.grad captures,
+    with a RuntimeError.
     """
-    runs = torch._C._will_engine_execute_node
     view_runs = False
     while node.next_functions:  # from a view down to its weight
-        view_runs = view_runs or runs(node)
+        view_runs = view_runs or will_execute(node)
         node = node.next_functions[0][0]
     try:
-        return bool(runs(node)) or (None if view_runs else False)
+        return bool(will_execute(node)) or (None if view_runs else False)
     except RuntimeError:
         return None
-
-
-def _is_compiled() -> bool:
-    """Whether this backward is only traced; what is done to `.grad` in it would be lost."""
-    traced = sys.modules.get("torch._dynamo.compiled_autograd")
-    return traced is not None and bool(traced.in_compiled_autograd_region)

@@ -61,8 +61,9 @@ class Sum:
     @property
     def dtype(self) -> torch.dtype:
         """That of the sum, which may be wider than that of the weight."""
-        dtype = self.weight.grad_dtype if self.weight.grad is None else self.weight.grad.dtype
-        return dtype or self.weight.dtype
+        if self.weight.grad is not None:
+            return self.weight.grad.dtype
+        return getattr(self.weight, "grad_dtype", None) or self.weight.dtype
 
     def _obstacle(self) -> str | None:
         if self.weight._backward_hooks or self.weight._post_accumulate_grad_hooks:

@@ -66,6 +66,8 @@ def back(
     finally:
         for parameter in foreign:
             parameter.requires_grad_(True)
+    if not micro.reduces:
+        fsdp.check_deferred(micro.roots, accum._sum.parameters)
     micro.reduced = reduction_times(micro.ddp_modules) != times
     if micro.reduced and not micro.overlaps:
         raise RuntimeError(

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from versions import needs_grad_dtype
 
 from accumplug import Accumulator
+
+pytestmark = needs_grad_dtype
 
 STEPS = 256
 SMALL = [1.0] + [2.0**-9] * 255

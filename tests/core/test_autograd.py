@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from accumplug.core import autograd
 from accumplug.core.autograd import run_backward
 
 
@@ -45,3 +48,35 @@ def test_a_graph_is_freed_unless_it_is_retained() -> None:
     run_backward(roots, starts)
     with pytest.raises(RuntimeError, match="second time"):
         run_backward(roots, starts)
+
+
+def refusing(roots: tuple[Tensor, ...]) -> None:
+    """An engine that takes other arguments."""
+
+
+def idle(*args: Any, **options: Any) -> None:
+    """An engine that does something else."""
+
+
+@pytest.mark.parametrize("engine", [None, refusing, idle], ids=["gone", "refuses", "idle"])
+def test_another_engine_than_the_one_that_is_known_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    """The public function runs instead; asked once, at the first backward."""
+    monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", engine)
+    autograd._engine.cache_clear()
+    try:
+        model, roots, starts = graph()
+        run_backward(roots, starts)
+        assert autograd._engine() is None
+    finally:
+        autograd._engine.cache_clear()
+    expected, roots, starts = graph()
+    torch.autograd.backward(roots, starts)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_the_engine_of_this_torch_is_used() -> None:
+    """Else a micro-batch costs a fifth more; if this fails, read torch/autograd/graph.py."""
+    assert autograd._engine() is torch.autograd.graph._engine_run_backward

@@ -262,6 +262,7 @@ def test_each_scheduler_follows_its_own_optimizer():
     assert [s.last_epoch for s in schedulers] == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of torch 2.8 about itself
 def test_a_scheduler_made_of_schedulers_ticks_as_one():
     """SequentialLR steps its parts itself: warm-up of 2, then decay."""
     model = one()

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from versions import needs_grad_dtype
 
 from accumplug import Accumulator
 from accumplug.inplace import InplaceGradients, sums
@@ -858,6 +859,7 @@ def test_activation_checkpointing_is_served_too(reentrant: bool, low: bool) -> N
     """Nested, with dropout, a weight used twice and a tied head; what is recomputed is added."""
     model = Checkpointed(reentrant, low)
     plain = copy.deepcopy(model)
+    plain.reentrant = False  # torch 2.10 loses gradient in a reentrant one under autocast
     expected_losses, expected, _ = run(plain, zoo_loss(tokens), served=False)
     losses, got, report = run(model, zoo_loss(tokens), served=True)
     assert all(map(torch.equal, losses, expected_losses))
@@ -981,11 +983,13 @@ def test_a_weight_is_cast_once_in_a_micro_batch() -> None:
     model.weight.grad = torch.zeros(8, 8)
     with serve_all(model).micro_batch(), torch.autocast("cpu", torch.bfloat16):
         x = torch.randn(2, 8, requires_grad=True)
-        one, two = (model(x).grad_fn.saved_tensors[1] for _ in range(2))
+        first, second = model(x), model(x)
+        one, two = (y.grad_fn.saved_tensors[1] for y in (first, second))
         assert one.data_ptr() == two.data_ptr()
         with torch.no_grad():
             model.weight.mul_(2)
-        assert torch.equal(model(x).grad_fn.saved_tensors[1], 2 * one)
+        third = model(x)
+        assert torch.equal(third.grad_fn.saved_tensors[1], 2 * one)
 
 
 def test_a_bf16_weight_is_served_in_products_and_not_in_lookups() -> None:
@@ -1098,6 +1102,7 @@ def test_a_wrong_padding_index_is_refused_as_always() -> None:
         F.embedding(torch.tensor([0]), model.weight, padding_idx=4)
 
 
+@needs_grad_dtype
 def test_fp32_sums_of_bf16_weights_are_served() -> None:
     """Tensor.grad_dtype: the sum of 1 and 255 times 2^-9 is exact, in bf16 it stays 1."""
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1, bias=False)).bfloat16()
@@ -1252,7 +1257,11 @@ def test_on_another_stream_it_is_left_to_autograd(monkeypatch: pytest.MonkeyPatc
     ("grad", "reason"),
     [
         (torch.zeros(4, 8).to_sparse(), "torch.sparse_coo"),
-        (torch.zeros(4, 8, dtype=torch.float64), "torch.float64, the weight torch.float32"),
+        pytest.param(
+            torch.zeros(4, 8, dtype=torch.float64),
+            "torch.float64, the weight torch.float32",
+            marks=needs_grad_dtype,
+        ),
         (torch.zeros(4, 8, requires_grad=True), "part of a graph"),
     ],
     ids=["sparse", "dtype", "graph"],

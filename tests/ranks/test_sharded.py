@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from accumplug import Accumulator
+from accumplug.errors import MovedError
+from accumplug.parallel import fsdp
 
 from .harness import Ranks
 from .reference import Item, items, loss
@@ -21,6 +26,9 @@ SIZES = [[3, 8, 1, 5, 2, 9, 4], [7, 2, 2, 6, 1, 1, 3], [4, 4, 10, 2, 5, 3, 8]]
 """Samples in each micro-batch of each rank."""
 STEPS = 3
 CLIP = 0.05
+SUMS_WIDELY = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether torch defers in the parameter's own dtype, not in param_dtype: from 2.15 on."""
+sums_widely = pytest.mark.skipif(not SUMS_WIDELY, reason="comes with torch 2.15")
 
 
 def net() -> nn.Module:
@@ -330,9 +338,10 @@ def refused(rank: int) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(ValueError, match="skip_micro_batch"):
         one_block(Accumulator(2, optimizer=optimizer, nonfinite="skip_micro_batch"), model)
-    half = shard(net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="reduce_dtype"):
-        one_block(Accumulator(2, accumulate_dtype=torch.float32), half)
+    if not SUMS_WIDELY:
+        half = shard(net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match="reduce_dtype"):
+            one_block(Accumulator(2, accumulate_dtype=torch.float32), half)
     with pytest.raises(RuntimeError, match="weight=0"):
         one_block(Accumulator(2, optimizer=optimizer), model, skip=True)
     with pytest.raises(RuntimeError, match="drop_last"):
@@ -345,24 +354,88 @@ def test_what_sharding_can_not_do_is_said(ranks: Ranks) -> None:
     assert ranks.run(2, refused) == [4, 4]
 
 
-def half_precision(rank: int, sync: str) -> list[float]:
-    """The gradient of 1 + 255 * 2^-9 in micro-batches of bf16 compute, reduced in fp32."""
+def half_precision(rank: int, sync: str, reduce_dtype: torch.dtype | None) -> list[float]:
+    """The gradient of 1 + 255 * 2^-9 in micro-batches of bf16 compute, over the gradient of 1.
+
+    The latter is that of plain torch: 2.8 takes sums for means in fp32 on gloo.
+    """
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float32)
-    model = nn.Linear(1, 1, bias=False)
-    fully_shard(
-        model,
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model, plain = (fully_shard(nn.Linear(1, 1, bias=False), mp_policy=policy) for _ in range(2))
+    plain(torch.ones(1, 1)).sum().backward()
     accum = Accumulator(256, sync=sync, accumulate_dtype=torch.float32)
     for index in range(256):
         with accum(model):
             accum.backward(model(torch.tensor([[1.0 if index == 0 else 2.0**-9]])).sum())
-    return [p.grad.full_tensor().item() * 256 for p in model.parameters()]  # type: ignore[union-attr]
+    ours, one = (m.weight.grad.full_tensor().item() for m in (model, plain))
+    return [ours / one * 256]
 
 
-@pytest.mark.parametrize("sync", ["last", "every"])
-def test_sums_in_fp32_lose_nothing(ranks: Ranks, sync: str) -> None:
-    """reduce_dtype=fp32 is what accumulate_dtype asks of fully_shard."""
-    for grads in ranks.run(2, half_precision, sync):
+@pytest.mark.parametrize(
+    ("sync", "reduce_dtype"),
+    [
+        ("last", torch.float32),
+        ("every", torch.float32),
+        pytest.param("last", None, marks=sums_widely),
+        pytest.param("every", None, marks=sums_widely),
+    ],
+)
+def test_sums_in_fp32_lose_nothing(
+    ranks: Ranks, sync: str, reduce_dtype: torch.dtype | None
+) -> None:
+    """reduce_dtype=fp32 is what accumulate_dtype asks of fully_shard; of torch 2.15, nothing."""
+    for grads in ranks.run(2, half_precision, sync, reduce_dtype):
         assert grads == [1.498046875]
+
+
+def hidden(rank: int, deferred: str) -> str:
+    """What is said if the deferred gradients are not where they were."""
+    warnings.simplefilter("ignore")
+    model = shard(net())
+    accum = Accumulator(2, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    hide = mock.patch.object(fsdp, "_whole", return_value=None)
+    if deferred == "the reduction":
+        one_item(accum, model, items(rank, [4])[0])
+        hide = mock.patch.object(FSDPParamGroup, "post_backward")
+    with pytest.raises(MovedError) as raised, hide:
+        if accum.pending:
+            accum.flush()
+        else:
+            one_item(accum, model, items(rank, [4])[0])
+    return str(raised.value)
+
+
+def one_item(accum: Accumulator, model: nn.Module, item: Item) -> None:
+    """A micro-batch."""
+    with accum(model):
+        accum.backward(loss(model, item))
+
+
+@pytest.mark.parametrize(
+    ("deferred", "name"), [("the sum", "_unsharded_param"), ("the reduction", "post_backward")]
+)
+def test_a_torch_that_has_moved_what_is_read_is_named(
+    ranks: Ranks, deferred: str, name: str
+) -> None:
+    """Before an optimizer steps on a gradient that was not scaled or not reduced."""
+    for said in ranks.run(2, hidden, deferred):
+        assert f"torch {torch.__version__} moved" in said
+        assert name in said
+
+
+def manual(rank: int) -> str:
+    """What is said where the loop finalizes backward by itself."""
+    warnings.simplefilter("ignore")
+    model = shard(net())
+    model.set_manual_backward_finalization(True)
+    with pytest.raises(ValueError, match="finalize_backward") as raised:
+        one_block(Accumulator(2, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)), model)
+    return str(raised.value)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="comes with torch 2.15")
+def test_a_loop_that_finalizes_backward_itself_is_refused(ranks: Ranks) -> None:
+    """accum would step before it does."""
+    for said in ranks.run(2, manual):
+        assert "leave it off" in said

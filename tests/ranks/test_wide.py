@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from versions import needs_grad_dtype
 
 from accumplug import Accumulator
 
 from .harness import Ranks
+
+pytestmark = needs_grad_dtype
 
 
 def sums(rank: int, find_unused: bool, view: bool) -> list[float | None]:
