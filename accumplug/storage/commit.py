@@ -1,10 +1,10 @@
-"""A checkpoint written so that it is there whole or not at all.
+"""Writes a checkpoint so that it is there whole or not at all.
 
-Everything goes into a directory beside the others whose name no reader takes for a checkpoint;
-each file is fsynced, the manifest comes last, the directory is fsynced and renamed, and so is
-the change in the directory above. A process that dies at any point leaves the older checkpoints
-as they were, and a directory that the next writer removes. An old one goes only after that, by
-a rename first, so that it is never half there under its name.
+All files are written into a temporary directory beside the checkpoints. Each file is fsynced, the
+manifest comes last, the directory is fsynced and renamed, and the directory above is fsynced. A
+process that dies at any point leaves the older checkpoints as they were, and a temporary directory
+that the next writer removes. An old checkpoint is removed only after that, and renamed first, so
+that it is never incomplete under its name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accumplug.storage.files import FileEntry, check_size, fsync_directory, open
 from accumplug.storage.json import MAX_JSON, dump_json
 from accumplug.storage.layout import Checkpoint, list_checkpoints, open_checkpoint
 from accumplug.storage.manifest import MANIFEST, PART, Manifest, check_position, name_of
-from accumplug.storage.rank_reports import collect, hand_in, hand_in_failure
+from accumplug.storage.rank_reports import collect_reports, report_failure, report_files
 from accumplug.storage.retention import WRITING, remove_older
 from accumplug.storage.safetensors_io import write_tensors
 
@@ -33,38 +33,39 @@ TOKEN = re.compile(r"[A-Za-z0-9]{1,64}", re.ASCII)
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint, as one rank sees it.
+    """One checkpoint, from the view of one rank.
 
     `position` names it (see `name_of`) and is kept in the manifest. `parts` are written by this
     rank; no two ranks may use one name. `link` names parts that have not changed since the whole
-    checkpoint `link_from`; rank 0 takes them from there, whichever rank wrote them. `again` are
-    parts of this rank that are as they were in its job before: they are linked, or written if
-    that has become no checkpoint (which only rank 0 knows for sure).
+    checkpoint `link_from`; rank 0 links them, whichever rank wrote them. `unchanged` are parts of
+    this rank that are the same as in its previous job: they are linked, or written if that did
+    not become a checkpoint (which only rank 0 knows for sure).
     """
 
     position: Mapping[str, Any]
     parts: Mapping[str, Encoded]
     link: tuple[str, ...] = ()
     link_from: Path | None = None
-    again: Mapping[str, Encoded] = field(default_factory=dict)
+    unchanged: Mapping[str, Encoded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_position(dict(self.position))
         dump_json(dict(self.position))
-        for name in (*self.parts, *self.link, *self.again):
+        for name in (*self.parts, *self.link, *self.unchanged):
             if not PART.fullmatch(name) or name.casefold() == "manifest":
                 raise ValueError(f"{name!r} can't name a part: letters, digits, - and _ only")
         if both := set(self.parts) & set(self.link):
-            raise ValueError(f"{', '.join(map(repr, sorted(both)))} is to be written and linked")
+            raise ValueError(f"{', '.join(map(repr, sorted(both)))} is both written and linked")
         if self.link and self.link_from is None:
             raise ValueError(f"link={self.link} needs link_from, the checkpoint that has them")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a writer works, and among whom. `token` is one that no other run has used here.
+class Destination:
+    """The directory of the checkpoints, and the ranks that write there.
 
-    Rank 0 waits `patience` seconds for the files of the other ranks.
+    `token` tells the temporary directories of one run from those of another. Rank 0 waits up to
+    `timeout` seconds for the files of the other ranks.
     """
 
     directory: Path
@@ -72,7 +73,7 @@ class Place:
     rank: int = 0
     world_size: int = 1
     keep: int = 2
-    patience: float = 600.0
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -84,44 +85,44 @@ class Place:
 
 
 def write(
-    place: Place, job: Job, number: int, written: dict[str, FileEntry] | None = None
+    to: Destination, job: Job, number: int, written: dict[str, FileEntry] | None = None
 ) -> Path | None:
-    """Writes this rank's share of save `number`; rank 0 then makes the whole a checkpoint.
+    """Writes this rank's files of save `number`; rank 0 then makes a checkpoint of all files.
 
-    Rank 0 returns where it is once it is whole; the others None once their files are on disk.
-    `written`: what this rank has written in its jobs before, by name; it is brought up to date.
+    Rank 0 returns the path of the whole checkpoint; the others None once their files are on disk.
+    `written`: the files that this rank has written so far, by name; it is brought up to date.
     """
     written = {} if written is None else written
-    work = _work(place, number)
-    _make(place.directory)
-    work.mkdir(exist_ok=place.world_size > 1)
+    work = _work(to, number)
+    _make(to.directory)
+    work.mkdir(exist_ok=to.world_size > 1)
     try:
-        mine = _write_parts(work, job.parts)
-        if job.again:
-            _await_end(_work(place, number - 1))
-            mine |= _write_again(place, work, job, written)
-        written |= mine
-        if place.rank:
-            hand_in(work, place.rank, mine)
+        own = _write_parts(work, job.parts)
+        if job.unchanged:
+            _await_decision(_work(to, number - 1))
+            own |= _link_or_write(to, work, job, written)
+        written |= own
+        if to.rank:
+            report_files(work, to.rank, own)
             return None
-        shares = [mine, *collect(work, place.world_size, place.patience), _link(work, job)]
-        target = _commit(place, job, work, shares)
+        reports = [own, *collect_reports(work, to.world_size, to.timeout), _link(work, job)]
+        target = _commit(to, job, work, reports)
     except BaseException as error:
-        if place.rank:
-            hand_in_failure(work, place.rank, error)
+        if to.rank:
+            report_failure(work, to.rank, error)
         else:
             shutil.rmtree(work, ignore_errors=True)
         raise
-    remove_older(place.directory, target, place.keep, place.token)
+    remove_older(to.directory, target, to.keep, to.token)
     return target
 
 
-def _work(place: Place, number: int) -> Path:
-    return place.directory / f"{WRITING}{place.token}-{number:06d}"
+def _work(to: Destination, number: int) -> Path:
+    return to.directory / f"{WRITING}{to.token}-{number:06d}"
 
 
-def _await_end(work: Path) -> None:
-    """Wait until rank 0 has made a save a checkpoint, or given it up; not for ever."""
+def _await_decision(work: Path) -> None:
+    """Waits until rank 0 has committed a save or has given it up, for a minute at most."""
     deadline = time.monotonic() + 60.0
     while work.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -147,18 +148,18 @@ def _write_parts(work: Path, parts: Mapping[str, Encoded]) -> dict[str, FileEntr
     return files
 
 
-def _write_again(
-    place: Place, work: Path, job: Job, written: Mapping[str, FileEntry]
+def _link_or_write(
+    to: Destination, work: Path, job: Job, written: Mapping[str, FileEntry]
 ) -> dict[str, FileEntry]:
-    """Takes unchanged parts of this rank from the newest checkpoint that has the same files."""
+    """Links unchanged parts of this rank from the newest checkpoint that has the same files."""
     sources = []
-    for path in reversed(list_checkpoints(place.directory)):
+    for path in reversed(list_checkpoints(to.directory)):
         try:
             sources.append(open_checkpoint(path))
         except CheckpointError:
             continue
     files: dict[str, FileEntry] = {}
-    for part, encoded in job.again.items():
+    for part, encoded in job.unchanged.items():
         same = {n: written[n] for n in (f"{part}.json", f"{part}.safetensors") if n in written}
         files |= _find_and_link(sources, work, same) or _write_parts(work, {part: encoded})
     return files
@@ -167,7 +168,7 @@ def _write_again(
 def _find_and_link(
     sources: Iterable[Checkpoint], work: Path, files: Mapping[str, FileEntry]
 ) -> dict[str, FileEntry]:
-    """Takes `files` from the first that has all of them, with these checksums; else nothing."""
+    """Links `files` from the first source that has all of them, with these checksums."""
     for source in sources:
         if not files or any(source.manifest.files.get(n) != entry for n, entry in files.items()):
             continue
@@ -182,7 +183,7 @@ def _find_and_link(
 
 
 def _link(work: Path, job: Job) -> dict[str, FileEntry]:
-    """Takes the files of unchanged parts, with the checksums that they have there."""
+    """Links the files of unchanged parts, with the checksums that the manifest has of them."""
     if job.link_from is None or not job.link:
         return {}
     source = open_checkpoint(job.link_from)
@@ -208,23 +209,25 @@ def _link_or_copy(source: Path, target: Path, entry: FileEntry) -> None:
             os.fsync(copy.fileno())
 
 
-def _commit(place: Place, job: Job, work: Path, shares: Iterable[Mapping[str, FileEntry]]) -> Path:
+def _commit(
+    to: Destination, job: Job, work: Path, reports: Iterable[Mapping[str, FileEntry]]
+) -> Path:
     files: dict[str, FileEntry] = {}
-    for share in shares:
-        if twice := files.keys() & share.keys():
+    for report in reports:
+        if twice := files.keys() & report.keys():
             raise ValueError(f"{', '.join(sorted(twice))}: given by two ranks, or also linked")
-        files |= share
-    manifest = Manifest(dict(job.position), place.world_size, files)
+        files |= report
+    manifest = Manifest(dict(job.position), to.world_size, files)
     write_file(work / MANIFEST, [memoryview(manifest.dump())])
     fsync_directory(work)
-    target = _free(place.directory, job)
+    target = _free(to.directory, job)
     work.rename(target)
-    fsync_directory(place.directory)
+    fsync_directory(to.directory)
     return target
 
 
 def _free(directory: Path, job: Job) -> Path:
-    """A name not in use: another checkpoint of the same position is never overwritten."""
+    """A name not in use: a checkpoint of the same position is never overwritten."""
     attempt = 0
     while True:
         name = name_of(job.position["update"], job.position["micro_batch"], attempt)

@@ -1,4 +1,4 @@
-"""What a directory holds, for people: position, ranks, files, and whether they are whole.
+"""Describes a directory of checkpoints for people: position, ranks, files, and their faults.
 
 python -c "from accumplug.storage.inspect import describe; print(describe('runs/a'))"
 """
@@ -17,15 +17,15 @@ from accumplug.storage.retention import REMOVING, WRITING
 
 
 def inspect_command(path: str | os.PathLike[str], verify: bool = False) -> tuple[str, int]:
-    """The text for `path` and an exit code: 0 whole, 1 something is damaged, 2 no checkpoint.
+    """The text for `path` and an exit code: 0 no fault found, 1 damaged, 2 no checkpoint.
 
-    `path` is one checkpoint or a directory of several. `verify` reads every byte; otherwise the
-    files' presence and sizes are looked at.
+    `path` is one checkpoint or a directory of several. `verify` reads every byte; otherwise only
+    the files' presence and sizes are checked.
     """
     path = Path(path)
     if (order_of(path.name) or os.path.lexists(path / MANIFEST)) and path.is_dir():
-        text, whole = _report(path, verify)
-        return text, 0 if whole else 1
+        text, good = _report(path, verify)
+        return text, 0 if good else 1
     try:
         found = list_checkpoints(path)
     except CheckpointError as error:
@@ -34,12 +34,12 @@ def inspect_command(path: str | os.PathLike[str], verify: bool = False) -> tuple
         return f"{path}: no checkpoint here, nor a directory of checkpoints", 2
     reports = [_report(checkpoint, verify) for checkpoint in found]
     newest = next(
-        (at.name for at, (_, w) in zip(found[::-1], reports[::-1], strict=True) if w), None
+        (at.name for at, (_, good) in zip(found[::-1], reports[::-1], strict=True) if good), None
     )
     texts = [text for text, _ in reports]
     texts += [f"{name}: unfinished, the next run here removes it" for name in _unfinished(path)]
-    texts.append(f"newest whole: {newest}")
-    return "\n\n".join(texts), 0 if all(whole for _, whole in reports) else 1
+    texts.append(f"newest {'whole' if verify else 'whose sizes agree'}: {newest}")
+    return "\n\n".join(texts), 0 if all(good for _, good in reports) else 1
 
 
 def describe(path: str | os.PathLike[str], verify: bool = False) -> str:
@@ -64,7 +64,7 @@ def _report(path: Path, verify: bool) -> tuple[str, bool]:
     elif verify:
         lines.append("  whole (every byte checked)")
     else:
-        lines.append("  whole (presence and sizes; --verify checks every byte)")
+        lines.append("  sizes agree (--verify checks every byte)")
     return "\n".join(lines), not wrong
 
 
@@ -83,7 +83,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
-    """JSON in one line of ASCII: what a stranger wrote can't drive the terminal."""
+    """JSON in one line of ASCII: text of a stranger can't control the terminal."""
     text = json.dumps(value)[1:-1] if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 

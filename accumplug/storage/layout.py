@@ -1,4 +1,4 @@
-"""What a checkpoint directory looks like, and whether one is whole.
+"""The layout of a checkpoint directory, and the check whether one is whole.
 
     update-0000000012-micro-000000000195/
         manifest.json         written last; size and checksum of every other file
@@ -51,7 +51,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def faults(checkpoint: Checkpoint, *, full: bool = True) -> Iterator[str]:
-    """What is wrong with its files, one by one: presence and size, if `full` every byte."""
+    """The faults of its files, one by one: presence and size, and every byte if `full`."""
     for name, entry in checkpoint.manifest.files.items():
         path = checkpoint.path / name
         try:

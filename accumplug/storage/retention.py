@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and what is swept up: only names that this package gives."""
+"""Removes old checkpoints, and what dead writers left: only names that this package gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REMOVING = ".accumplug-removing-"
 
 
 def remove_older(directory: Path, newest: Path, keep: int, token: str) -> None:
-    """Keeps `newest` and the whole ones before it, `keep` in all. What is later is left alone."""
+    """Keeps `newest` and the whole ones before it, `keep` in all. Later ones are left alone."""
     order = order_of(newest.name) or (0, 0, 0)
     kept = 0
     for path in reversed(list_checkpoints(directory)):
@@ -34,16 +34,16 @@ def _looks_whole(path: Path) -> bool:
         return False
 
 
-def _remove(path: Path, grave: Path) -> None:
+def _remove(path: Path, trash: Path) -> None:
     try:
-        path.rename(grave)  # never half there under its own name
+        path.rename(trash)  # never half there under its own name
     except FileNotFoundError:
-        return  # somebody else has removed it
-    shutil.rmtree(grave, ignore_errors=True)
+        return  # another process has removed it
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path, token: str) -> None:
-    """Removes what writers of other runs left when they died; one run writes here at a time."""
+    """Removes the temporary directories of dead writers; one run writes here at a time."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:

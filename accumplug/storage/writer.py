@@ -1,4 +1,4 @@
-"""A thread that writes checkpoints while the loop goes on, one at a time."""
+"""A thread that writes checkpoints, one at a time, while the loop continues."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import secrets
 import threading
 from pathlib import Path
 
-from accumplug.storage.commit import Job, Place, write
+from accumplug.storage.commit import Destination, Job, write
 from accumplug.storage.files import FileEntry
 from accumplug.storage.manifest import name_of
 from accumplug.storage.retention import remove_leftovers
 
 
 class Writer:
-    """Writes checkpoints into `directory`, this rank's share of each.
+    """Writes checkpoints into `directory`, on each rank the files of that rank.
 
     Every rank submits the same saves in the same order. The tensors of a job must not change
-    until `wait` returns or the next `submit` does. With more than one rank they need a `token`
-    that is the same on all of them and new in each run; the directory is one they all see.
+    until `wait` returns or the next `submit` does. Several ranks need a `token` that is the same
+    on all of them and new in each run, and a directory that all of them see.
 
         writer = Writer("runs/a", keep=2)
         writer.submit(Job({"update": 3, "micro_batch": 52}, {"model": encode(model.state_dict())}))
-        ...                 # the loop goes on
+        ...                 # the loop continues
         writer.check()      # raises if the write has failed, doesn't wait
         writer.close()
 
@@ -39,17 +39,19 @@ class Writer:
         world_size: int = 1,
         token: str | None = None,
         background: bool = True,
-        patience: float = 600.0,
+        timeout: float = 600.0,
     ) -> None:
         if token is None:
             if world_size > 1:
-                raise ValueError(f"{world_size} ranks need one token that all of them are given")
+                raise ValueError(
+                    f"{world_size} ranks need one token that is the same on all of them"
+                )
             token = secrets.token_hex(8)
-        self.place = Place(Path(directory), token, rank, world_size, keep, patience)
+        self.destination = Destination(Path(directory), token, rank, world_size, keep, timeout)
         self.background = background
         self.last: Path | None = None
         self.files: dict[str, FileEntry] = {}
-        """What is on disk of this rank's parts, by name, as far as it knows."""
+        """The files that this rank has written so far, by name."""
         self._number = 0
         self._thread: threading.Thread | None = None
         self._failure: tuple[Job, Exception] | None = None
@@ -63,7 +65,7 @@ class Writer:
     def submit(self, job: Job) -> None:
         """Starts to write, after waiting for the write before it."""
         if self._closed:
-            raise RuntimeError(f"the writer of {self.place.directory} is closed")
+            raise RuntimeError(f"the writer of {self.destination.directory} is closed")
         self.wait()
         self._number += 1
         if self.background:
@@ -80,7 +82,7 @@ class Writer:
             (job, error), self._failure = self._failure, None
             name = name_of(job.position["update"], job.position["micro_batch"])
             raise RuntimeError(
-                f"the checkpoint {name} in {self.place.directory} was not written: {error} "
+                f"the checkpoint {name} in {self.destination.directory} was not written: {error} "
                 f"(the ones before it are untouched)"
             ) from error
 
@@ -99,8 +101,8 @@ class Writer:
 
     def _write(self, job: Job) -> None:
         try:
-            if self._number == 1 and self.place.rank == 0:
-                remove_leftovers(self.place.directory, self.place.token)
-            self.last = write(self.place, job, self._number, self.files) or self.last
+            if self._number == 1 and self.destination.rank == 0:
+                remove_leftovers(self.destination.directory, self.destination.token)
+            self.last = write(self.destination, job, self._number, self.files) or self.last
         except Exception as error:
             self._failure = job, error

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accumplug import Accumulator, Checkpointer
 from accumplug.storage.codec import encode
-from accumplug.storage.commit import Job, Place, write
+from accumplug.storage.commit import Destination, Job, write
 from accumplug.storage.files import FileEntry
 from accumplug.storage.layout import list_checkpoints, open_checkpoint, read_part
 
@@ -417,13 +417,13 @@ def test_a_signal_to_one_rank_of_a_sharded_run(
 
 def test_what_is_unchanged_is_linked_from_where_it_is_or_written_again(tmp_path: Path) -> None:
     """A rank that is not rank 0 does not know which of its saves have become checkpoints."""
-    place = Place(tmp_path, "token")
+    place = Destination(tmp_path, "token")
     written: dict[str, FileEntry] = {}
 
     def save(number: int, value: float, same: bool) -> Path:
         part = {"model-0": encode({"x": torch.full((3,), value)})}
         job = Job({"update": 1, "micro_batch": number}, {} if same else part)
-        path = write(place, replace(job, again=part if same else {}), number, written)
+        path = write(place, replace(job, unchanged=part if same else {}), number, written)
         assert path is not None
         assert read_part(open_checkpoint(path), "model-0")["x"].tolist() == [value] * 3
         return path / "model-0.safetensors"

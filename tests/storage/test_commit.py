@@ -15,7 +15,7 @@ import torch
 from accumplug.errors import CheckpointError
 from accumplug.storage import files, retention
 from accumplug.storage.codec import encode
-from accumplug.storage.commit import Job, Place
+from accumplug.storage.commit import Destination, Job
 from accumplug.storage.layout import list_checkpoints, newest, open_checkpoint, read_part, verify
 from accumplug.storage.manifest import name_of, order_of
 from accumplug.storage.writer import Writer
@@ -405,7 +405,7 @@ def test_the_ranks_files_make_one_checkpoint(tmp_path):
     group = ranks(tmp_path, 3)
 
     def saves(one):
-        return lambda: [one.submit(share(one.place.rank, update)) for update in (1, 2, 3)]
+        return lambda: [one.submit(share(one.destination.rank, update)) for update in (1, 2, 3)]
 
     assert in_threads(*map(saves, group)) == [None] * 3
     assert updates(tmp_path) == [2, 3]
@@ -434,8 +434,8 @@ def test_a_rank_ahead_does_not_mix_two_saves(tmp_path):
 
 
 def test_a_rank_that_does_not_deliver_is_named(tmp_path):
-    """After `patience`; the checkpoint before stays, the half one goes."""
-    zero, one, _ = ranks(tmp_path, 3, patience=0.2)
+    """After `timeout`; the checkpoint before stays, the half one goes."""
+    zero, one, _ = ranks(tmp_path, 3, timeout=0.2)
     one.submit(share(1, 1))
     with pytest.raises(RuntimeError, match=r"ranks \[2\] of 3 did not write.* within 0\.2 s"):
         zero.submit(share(0, 1))
@@ -443,8 +443,8 @@ def test_a_rank_that_does_not_deliver_is_named(tmp_path):
 
 
 def test_a_rank_that_fails_is_named_at_once_with_its_reason(tmp_path, monkeypatch):
-    """Rank 0 does not wait for its patience to end."""
-    zero, one = ranks(tmp_path, 2, patience=60)
+    """Rank 0 does not wait for its timeout."""
+    zero, one = ranks(tmp_path, 2, timeout=60)
     with monkeypatch.context() as context:
         full_disk(context, 100)
         with pytest.raises(RuntimeError, match="No space left"):
@@ -456,7 +456,7 @@ def test_a_rank_that_fails_is_named_at_once_with_its_reason(tmp_path, monkeypatc
 
 def test_two_ranks_cannot_write_one_part(tmp_path):
     """One of them learns that the file is there already."""
-    zero, one = ranks(tmp_path, 2, patience=0.2)
+    zero, one = ranks(tmp_path, 2, timeout=0.2)
     one.submit(job(1, parts=("model",)))
     with pytest.raises(RuntimeError, match=r"File exists.*model\.json"):
         zero.submit(job(1, parts=("model",)))
@@ -512,7 +512,7 @@ def test_a_part_given_and_linked_is_refused():
 def test_a_place_that_makes_no_sense_is_refused(tmp_path, options, message):
     """With the numbers seen."""
     with pytest.raises(ValueError, match=message):
-        Place(tmp_path, **({"token": "a"} | options))
+        Destination(tmp_path, **({"token": "a"} | options))
 
 
 @pytest.mark.parametrize("module", ["commit", "safetensors_io"])

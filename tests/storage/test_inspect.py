@@ -18,7 +18,7 @@ def save(directory, update=12, **position):
 
 
 def test_it_says_where_the_run_was_and_what_is_in_it(tmp_path):
-    """Position, window, ranks, versions, each file with its size, and that it is whole."""
+    """Position, window, ranks, versions, each file with its size, and that the sizes agree."""
     path = save(tmp_path, epoch=3, pending=3, steps=16)
     text, code = inspect_command(path)
     lines = [line.split(maxsplit=1) for line in text.splitlines()]
@@ -31,7 +31,8 @@ def test_it_says_where_the_run_was_and_what_is_in_it(tmp_path):
     assert ["ranks", "1"] in lines
     assert ["written", f"by   accumplug {_version.__version__}, format 1"] in lines
     assert ["model.safetensors", "4.1 kB"] in lines
-    assert lines[-1] == ["whole", "(presence and sizes; --verify checks every byte)"]
+    assert lines[-1] == ["sizes", "agree (--verify checks every byte)"]
+    assert "whole" not in text
 
 
 def test_between_windows_it_says_that_none_is_open(tmp_path):
@@ -81,7 +82,7 @@ def test_a_directory_of_checkpoints_is_listed_with_the_newest_whole_one(tmp_path
     assert text.index(good.name) < text.index(bad.name)
     assert f"{bad}\n  DAMAGED\n    {bad}/manifest.json: missing" in text
     assert ".accumplug-writing-abc-000001: unfinished" in text
-    assert text.endswith(f"newest whole: {good.name}")
+    assert text.endswith(f"newest whose sizes agree: {good.name}")
 
 
 @pytest.mark.parametrize("kind", ["empty", "missing", "file"])
