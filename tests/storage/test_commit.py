@@ -495,7 +495,7 @@ def test_a_position_is_json_and_says_where(position, message):
 
 def test_a_part_given_and_linked_is_refused():
     """When the job is made."""
-    with pytest.raises(ValueError, match="'model' is to be written and linked"):
+    with pytest.raises(ValueError, match="'model' is both written and linked"):
         job(1, parts=("model",), link=("model",), link_from=Path("x"))
     with pytest.raises(ValueError, match="needs link_from"):
         job(1, parts=(), link=("model",))
