@@ -345,6 +345,33 @@ std::optional<c10::Device> common_device(
   return device;
 }
 
+// A CUDA kernel reads a 0-dim operand in the dtype of the others; the CPU's reads it as fp32.
+void round_scalars(const std::string& name, torch::jit::Stack* stack, size_t count) {
+  static const std::set<std::string> names = {"aten::mul",           "aten::mul_",
+                                              "aten::div",           "aten::div_",
+                                              "aten::_foreach_mul",  "aten::_foreach_mul_",
+                                              "aten::_foreach_div_", "aten::_foreach_div"};
+  if (names.count(name) == 0) return;
+  auto arguments = torch::jit::last(*stack, count);
+  std::optional<c10::ScalarType> narrow;
+  auto look = [&](const Tensor& tensor) {
+    if (tensor.dim() > 0 && c10::isReducedFloatingType(tensor.scalar_type()))
+      narrow = tensor.scalar_type();
+  };
+  for (const auto& argument : arguments) {
+    if (argument.isTensor()) look(argument.toTensor());
+    if (argument.isTensorList())
+      for (const Tensor& tensor : argument.toTensorList()) look(tensor);
+  }
+  if (!narrow) return;
+  for (auto each = stack->end() - static_cast<int64_t>(count); each != stack->end(); ++each) {
+    c10::IValue& argument = *each;
+    if (argument.isTensor() && argument.toTensor().is_cuda() && argument.toTensor().dim() == 0 &&
+        argument.toTensor().is_floating_point())
+      argument = argument.toTensor().to(*narrow);
+  }
+}
+
 void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto last = torch::jit::last(*stack, schema.arguments().size());
@@ -352,6 +379,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto device = common_device(schema, arguments);
   if (reads_back(schema.name(), arguments)) wait(schema.name());
   Silence silence;
+  round_scalars(schema.name(), stack, schema.arguments().size());
   OnDevice on(index_of(device));
   std::optional<DeviceNumbers> numbers;
   if (op.hasTag(at::Tag::nondeterministic_seeded)) numbers.emplace(current);

@@ -4,6 +4,7 @@ them. `load` has to be called before torch is imported, so nothing here imports 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ class Wait:
     """The line of accumplug, else of the caller of torch."""
     thread: str
     """Name of the thread: MainThread, or one of autograd's."""
+    by_loop: bool
+    """No line of accumplug has called it, but one of the loop has."""
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.place} ({self.thread})"
@@ -63,21 +66,23 @@ def pinned_bytes() -> int:
     return int(_library.memory_pinned())
 
 
-def _place() -> str:
-    """The innermost line of accumplug in the stack, else the innermost that is not of torch."""
+def _place() -> tuple[str, bool]:
+    """The innermost line of accumplug in the stack, else the innermost that is not of torch; and
+    whether it is the latter."""
     frames = traceback.extract_stack()[:-2]
     own = [f for f in frames if f.filename.startswith(PACKAGE)]
     others = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
     for frame in [*own[-1:], *others[-1:]]:
-        return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
-    return "torch"
+        return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}", not own
+    return "torch", False
 
 
 def _report(kind: bytes | str) -> int:
     """Called by the library at each wait; whether it is an error."""
     if _listeners or _mode[0] != "default":
         text = kind if isinstance(kind, str) else kind.decode()
-        wait = Wait(text, _place(), threading.current_thread().name)
+        place, by_loop = _place()
+        wait = Wait(text, place, threading.current_thread().name, by_loop)
         for seen in _listeners:
             seen.append(wait)
     return int(_mode[0] == "error")
@@ -185,6 +190,8 @@ class Event:
 def load(library: str) -> None:
     """Simulate the devices from here on, with the library that `build` has made."""
     global _library
+    if "torch" in sys.modules:
+        raise RuntimeError("torch was imported before the simulated devices were loaded")
     _library = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     for name in ("memory_allocated", "memory_peak", "memory_pinned"):
         getattr(_library, name).restype = ctypes.c_int64

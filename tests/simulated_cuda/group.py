@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simulated_cuda import device
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=8)
 
 
 @dataclass(frozen=True)

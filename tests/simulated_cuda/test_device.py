@@ -179,3 +179,17 @@ def ddp_backward(rank: int) -> list[float]:
 def test_ddp_reduces_through_it(gpus: Ranks) -> None:
     """The mean of 1 and 2."""
     assert gpus.run(2, ddp_backward, backend="simulated_nccl") == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def scaled(rank: int) -> list[float]:
+    """A bf16 tensor times 1.005: a number, and a tensor on the device in two ways."""
+    values = torch.full((2,), 200.0, device="cuda:0", dtype=torch.bfloat16)
+    factor = torch.tensor(1.005, device="cuda:0")
+    together = [values.clone()]
+    torch._foreach_mul_(together, factor)
+    return [t[0].item() for t in (values * 1.005, values * factor, *together)]
+
+
+def test_a_factor_on_the_device_is_rounded_to_the_dtype_of_the_tensor(gpus: Ranks) -> None:
+    """1.005 is 1.0078125 in bf16."""
+    assert gpus.run(1, scaled, backend=None) == [[201.0, 202.0, 202.0]]
