@@ -277,6 +277,10 @@ class Checkpointer:
             self._writer.submit(job)
         except RuntimeError as error:
             self._fail(error)
+        except BaseException:  # Ctrl-C: nothing may be linked as if it had been written
+            self._snapshot.forget()
+            self._saved_at = None
+            raise
 
     def _written(self) -> Path | None:
         """Wait for the write in flight. A failure is kept: at the end of a block it would look as

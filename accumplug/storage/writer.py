@@ -54,13 +54,17 @@ class Writer:
         """The files that this rank has written so far, by name."""
         self._number = 0
         self._thread: threading.Thread | None = None
+        self._idle = threading.Event()
+        """Set while nothing is in flight. The thread's own liveness would not do: Python 3.11 takes
+        a thread for ended if Ctrl-C interrupts a `join` of it."""
+        self._idle.set()
         self._failure: tuple[Job, Exception] | None = None
         self._closed = False
 
     @property
     def busy(self) -> bool:
         """Whether a write is in flight."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._idle.is_set()
 
     def submit(self, job: Job) -> None:
         """Starts to write, after waiting for the write before it."""
@@ -70,8 +74,16 @@ class Writer:
         self._number += 1
         if self.background:
             # Not a daemon: a program that ends normally still finishes its last checkpoint.
-            self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint")
-            self._thread.start()
+            thread = threading.Thread(target=self._write, args=(job,), name="checkpoint")
+            self._idle.clear()
+            self._thread = thread
+            try:
+                thread.start()
+            except BaseException:
+                if thread.ident is None:  # it never ran: out of threads, or interrupted before
+                    self._idle.set()
+                    self._thread = None
+                raise
         else:
             self._write(job)
             self.check()
@@ -88,6 +100,7 @@ class Writer:
 
     def wait(self) -> Path | None:
         """Waits until nothing is in flight; returns `last`."""
+        self._idle.wait()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -106,3 +119,5 @@ class Writer:
             self.last = write(self.destination, job, self._number, self.files) or self.last
         except Exception as error:
             self._failure = job, error
+        finally:
+            self._idle.set()

@@ -188,3 +188,28 @@ def test_where_links_are_not_possible_the_parts_are_copied(
         assert {p.stat().st_nlink for p in other.iterdir()} == {1}
     several = [p for c in list_checkpoints(tmp_path / "linked") for p in c.iterdir()]
     assert max(p.stat().st_nlink for p in several) > 1
+
+
+def test_after_an_interrupted_save_the_next_one_has_the_weights_of_its_own_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a write; nothing is linked from the checkpoint of the update before."""
+
+    def interrupt(file: int) -> None:
+        raise KeyboardInterrupt
+
+    run = Run(Setup())
+    with run.checkpoints(tmp_path, background=False) as checkpoint:
+        for until in (3, 6):  # at the starts of two windows
+            run.train(until=until, epochs=9)
+            with monkeypatch.context() as context:
+                if until == 6:
+                    context.setattr(os, "fsync", interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        checkpoint.save()
+            checkpoint.save()
+        expected = run.state()["model"]
+    resumed = Run(Setup(), seed=2)
+    with resumed.checkpoints(tmp_path) as checkpoint:
+        checkpoint.resume()
+        assert difference(resumed.state()["model"], expected) is None

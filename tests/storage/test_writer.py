@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 
 import pytest
@@ -123,6 +124,43 @@ def test_a_program_that_just_ends_still_writes_its_last_checkpoint(tmp_path, gat
     assert not writer._thread.daemon
     gate.set()
     writer.close()
+
+
+@pytest.mark.parametrize("call", ["wait", "submit", "close"])
+def test_a_wait_that_is_interrupted_does_not_end_the_write(tmp_path, gate, call):
+    """Ctrl-C: the job's tensors are still being read, so the next save has to wait for it."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    writer = Writer(tmp_path)
+    writer.submit(job(1))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(writer, call)(*([job(2)] if call == "submit" else []))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert writer.busy
+    assert list_checkpoints(tmp_path) == []
+    threading.Timer(0.2, gate.set).start()
+    assert writer.wait() == list_checkpoints(tmp_path)[0]
+    assert not writer.busy
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_one_is_tried(
+    tmp_path, monkeypatch
+):
+    writer = Writer(tmp_path)
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            writer.submit(job(1))
+    assert not writer.busy
+    assert writer.wait() is None
+    writer.submit(job(2))
+    assert writer.wait() == list_checkpoints(tmp_path)[0]
 
 
 def test_a_finished_write_holds_no_tensor(tmp_path):
