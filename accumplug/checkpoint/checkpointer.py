@@ -25,6 +25,7 @@ from accumplug.dataloading.position import DataPosition, VerifyData
 from accumplug.errors import CheckpointError
 from accumplug.loop.data_pass import DataPassState, SyncPoint
 from accumplug.storage.layout import list_checkpoints
+from accumplug.storage.manifest import FORMAT
 from accumplug.storage.writer import Writer
 
 
@@ -173,7 +174,8 @@ class Checkpointer:
                 f"{path}: not what these objects have saved ({error!r})"
             ) from error
         self._source = path
-        self._snapshot.is_saved(found.checkpoint.manifest.world_size)
+        if found.checkpoint.manifest.format == FORMAT:  # else nothing of it is linked
+            self._snapshot.is_saved(found.checkpoint.manifest.world_size)
         self._writer.files = dict(found.checkpoint.manifest.files)
         self._saved_at = self._here()
         return Position(
@@ -304,14 +306,14 @@ class Checkpointer:
     def _load(self, parts: State, world: int) -> None:
         """Load what a run on `world` ranks has saved."""
         accum, ranks = self._accum, self._accum._ranks
-        others = parts.get(f"objects-{ranks.rank % world}", {})
-        self._train_state.check(parts["progress"], others)
+        others = parts.get("objects", [{}])
+        self._train_state.check(parts["progress"], others[0])
         if world == ranks.size:
             own = parts[f"rank-{ranks.rank}"]
         else:
             states = [parts[f"rank-{rank}"] for rank in range(world)]
             own = elastic.redistribute(states, accum, self._train_state)
-        self._train_state.load(parts["model"], parts["optimizer"], parts["progress"])
+        self._train_state.load(parts)
         self._train_state.load_objects(others)
         window_state.restore(own, accum, self._train_state, self._order)
         self._feed_state = own["feed"]

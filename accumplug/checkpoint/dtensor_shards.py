@@ -1,132 +1,108 @@
-"""Sharded tensors (DTensor) in a checkpoint: each rank writes its piece, and where that belongs.
+"""Sharded tensors (DTensor) on a resume: the shards that the ranks have saved, put together anew.
 
-A piece is a dict, so that the files need no word of their own for it: the tensor (`shard`), its
-place in the whole (`at`), the shape of that (`of`), and which dimension each dimension of the
-mesh splits (`dims`, None where it repeats). So another number of ranks can put them together.
+Each rank saves its shard and its place in the whole (`TensorShard`). So any number of ranks, with
+any placement, can build their own shards from those.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from accumplug.errors import CheckpointError
-from accumplug.parallel.fsdp import local
 from accumplug.parallel.group import DataParallelGroup
+from accumplug.storage.codec import TensorShard
 from accumplug.storage.layout import Checkpoint, read_part
 
-KEYS = {"shard", "at", "of", "dims"}
 
+def read(checkpoint: Checkpoint, name: str, ranks: DataParallelGroup) -> list[Any]:
+    """The part `name` as this rank needs it, for `assemble`: whole, or in shards.
 
-class Pieces(list[dict[str, Any]]):
-    """The pieces of one tensor that some ranks have written."""
-
-
-def is_piece(state: Any) -> bool:
-    """Whether it is what `pack` puts in the place of a sharded tensor."""
-    return isinstance(state, dict) and state.keys() == KEYS
-
-
-def pack(state: Any) -> Any:
-    """`state`, nested containers, with this rank's piece in the place of each sharded tensor."""
-    if not isinstance(state, DTensor):
-        return _walk(lambda item, _: pack(item), state)
-    _, at = _own_part(state.shape, state.device_mesh, state.placements)
-    return {
-        "shard": local(state.detach()),
-        "at": at,
-        "of": list(state.shape),
-        "dims": [_dim(placement) for placement in state.placements],
-    }
-
-
-def join(states: Sequence[Any]) -> Any:
-    """What several ranks have given as `pack` gave it, with all pieces at each place.
-
-    What is not sharded is that of the first.
+    Shards are those of this rank, or of all ranks if another number of ranks has saved them.
     """
-    first = states[0]
-    if is_piece(first):
-        return Pieces(states)
-    return _walk(lambda _, key: join([state[key] for state in states]), first)
+    if name in checkpoint.parts:
+        return [read_part(checkpoint, name, mapped=True)]  # it is copied from at once
+    saved = checkpoint.manifest.world_size
+    first = ranks.rank % saved
+    own = read_part(checkpoint, f"{name}-{first}", mapped=name == "model")
+    if saved == ranks.size or not has_shards(own):
+        return [own]
+    others = (f"{name}-{rank}" for rank in range(saved) if rank != first)
+    return [own, *(read_part(checkpoint, other, mapped=True) for other in others)]
 
 
-def unpack(state: Any, targets: Any) -> Any:
-    """What `join` gave, sharded as the tensors are at the same places in `targets`.
+def has_shards(state: Any) -> bool:
+    """Whether a sharded tensor is anywhere in `state`."""
+    if isinstance(state, dict):
+        return any(map(has_shards, state.values()))
+    return isinstance(state, TensorShard) or (
+        isinstance(state, list | tuple) and any(map(has_shards, state))
+    )
 
-    Where `targets` has a tensor in the place of a container, that is how all of it is sharded.
+
+def assemble(states: Sequence[Any], targets: Any) -> Any:
+    """One state from those of several ranks, sharded like the tensors in `targets`.
+
+    What is not sharded is that of the first. Where `targets` has a tensor in the place of a
+    container, it says how everything in there is sharded.
 
     Raises:
-        ValueError: what was sharded is not here, or has another shape, or a piece is missing.
+        ValueError: a tensor that was sharded is not sharded here, or a shard is missing.
     """
-    if isinstance(state, Pieces):
-        return _unpacked(state, targets)
-    return _walk(lambda item, key: unpack(item, _at(targets, key)), state)
+    first = states[0]
+    if isinstance(first, TensorShard):
+        return to_dtensor(states, targets)
+    if isinstance(first, dict):
+        items = {k: assemble([s[k] for s in states], _at(targets, k)) for k in first}
+        if type(first) is not OrderedDict:
+            return items
+        result = OrderedDict(items)
+        if metadata := getattr(first, "_metadata", None):
+            result._metadata = metadata  # type: ignore[attr-defined]
+        return result
+    if type(first) in (list, tuple):
+        return type(first)(
+            assemble([s[i] for s in states], _at(targets, i)) for i in range(len(first))
+        )
+    return first
 
 
-def are_in(state: Any) -> bool:
-    """Whether `state`, as `join` gave it, has pieces anywhere."""
-    if isinstance(state, Pieces):
-        return True
-    found = []
-    _walk(lambda item, _: found.append(are_in(item)), state)
-    return any(found)
+def _at(targets: Any, key: Any) -> Any:
+    """What `targets` has for `key`: the tensor itself, if it is no container; None if nothing."""
+    if isinstance(targets, dict):
+        return targets.get(key)
+    if isinstance(targets, list | tuple):
+        return targets[key] if isinstance(key, int) and key < len(targets) else None
+    return targets
 
 
-def read(checkpoint: Checkpoint, name: str, ranks: DataParallelGroup) -> Any:
-    """The part `name` as this rank needs it: whole, its own, or with all pieces of all ranks."""
-    if name in checkpoint.parts:
-        return read_part(checkpoint, name, mapped=True)  # it is copied from at once
-    saved = checkpoint.manifest.world_size
-    own = read_part(checkpoint, f"{name}-{ranks.rank % saved}", mapped=name == "model")
-    joined = join([own])
-    if saved == ranks.size or not are_in(joined):
-        return joined
-    others = [f"{name}-{rank}" for rank in range(saved) if rank != ranks.rank % saved]
-    try:
-        return join([own, *(read_part(checkpoint, other, mapped=True) for other in others)])
-    except (KeyError, IndexError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: the ranks' {name} differ ({error!r})") from error
+def to_dtensor(shards: Sequence[TensorShard], target: Any) -> DTensor:
+    """The tensor of these shards, sharded as `target` is.
 
-
-def deal(saved_ranks: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """The running sums that a rank goes on with where another number of ranks had `saved_ranks`.
-
-    Shards are taken from all of them. Of those that each rank has of the whole model (while the
-    reduction is deferred) this one was handed its `own`, or none: then they are zeros, since all
-    ranks reduce the same ones.
+    Raises:
+        ValueError: `target` is no sharded tensor, or a shard is missing.
     """
-    whole = own or [{}] * len(saved_ranks[0])
-    return [
-        {
-            name: grad if isinstance(grad, Pieces) else mine.get(name, torch.zeros_like(grad))
-            for name, grad in each.items()
-        }
-        for each, mine in zip(join(saved_ranks), whole, strict=True)
-    ]
-
-
-def _unpacked(pieces: Pieces, target: Any) -> DTensor:
-    of, dtype = pieces[0]["of"], pieces[0]["shard"].dtype
+    first = shards[0]
     if not isinstance(target, DTensor):
         raise ValueError(
-            f"a tensor of shape {of} was sharded when it was saved and is not here; shard the "
-            f"model as it was (fully_shard)"
+            f"a tensor of shape {first.global_shape} was sharded when it was saved and is not "
+            f"here; shard the model as it was (fully_shard)"
         )
     mesh, placements = target.device_mesh, target.placements
-    if list(target.shape) != of:  # what an optimizer keeps may have another shape
-        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in pieces[0]["dims"])
-    shape, at = _own_part(of, mesh, placements)
-    whole = torch.empty(of, dtype=dtype, device="meta")
+    if list(target.shape) != first.global_shape:  # an optimizer may keep another shape
+        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in first.placements)
+    size, at = compute_local_shape_and_global_offset(
+        torch.Size(first.global_shape), mesh, placements
+    )
+    whole = torch.empty(first.global_shape, device="meta")
     return DTensor.from_local(
-        _assemble(pieces, shape, at).to(target.device),
+        _cut_out(shards, list(size), list(at)).to(target.device),
         mesh,
         placements,
         run_check=False,
@@ -135,66 +111,52 @@ def _unpacked(pieces: Pieces, target: Any) -> DTensor:
     )
 
 
-def _assemble(pieces: Pieces, shape: list[int], at: list[int]) -> Tensor:
-    """The part of `shape` at `at`, from pieces of which some may be repeated."""
-    if len(pieces) == 1 and (list(pieces[0]["shard"].shape), pieces[0]["at"]) == (shape, at):
-        found: Tensor = pieces[0]["shard"]
-        return found
-    result = torch.empty(shape, dtype=pieces[0]["shard"].dtype)
+def redistribute_sums(saved: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """The running sums, by model and name, that a rank resumes where other ranks had `saved` ones.
+
+    Shards are taken from all of them. Of the sums that each rank has of the whole model (while
+    the reduction is deferred) this rank was given its `own`, or none: those are zeros then, since
+    all ranks reduce the same ones.
+    """
+    result = []
+    for index, sums in enumerate(saved[0]):
+        mine = own[index] if own else {}
+        result.append(
+            {
+                name: [each[index][name] for each in saved]
+                if isinstance(grad, TensorShard)
+                else mine.get(name, torch.zeros_like(grad))
+                for name, grad in sums.items()
+            }
+        )
+    return result
+
+
+def _cut_out(shards: Sequence[TensorShard], shape: list[int], at: list[int]) -> Tensor:
+    """The part of `shape` at `at`, from shards of which some may be repeated."""
+    first = shards[0]
+    if len(shards) == 1 and (list(first.local.shape), first.offsets) == (shape, at):
+        return first.local
+    result = torch.empty(shape, dtype=first.local.dtype)
     missing, seen = math.prod(shape), []
-    for piece in pieces:
-        shard, start = piece["shard"], piece["at"]
+    for shard in shards:
+        start, local = shard.offsets, shard.local
         lows = [max(a, s) for a, s in zip(at, start, strict=True)]
         highs = [
-            min(a + n, s + m) for a, n, s, m in zip(at, shape, start, shard.shape, strict=True)
+            min(a + n, s + m) for a, n, s, m in zip(at, shape, start, local.shape, strict=True)
         ]
         sizes = [high - low for low, high in zip(lows, highs, strict=True)]
         if start in seen or any(size <= 0 for size in sizes):
             continue
         seen.append(start)
-        _cut(result, lows, at, sizes).copy_(_cut(shard, lows, start, sizes))
+        _narrow(result, lows, at, sizes).copy_(_narrow(local, lows, start, sizes))
         missing -= math.prod(sizes)
     if missing:
-        raise ValueError(f"{missing} numbers of a tensor of shape {pieces[0]['of']} are missing")
+        raise ValueError(f"{missing} numbers of a tensor of shape {first.global_shape} are missing")
     return result
 
 
-def _cut(tensor: Tensor, lows: list[int], start: list[int], sizes: list[int]) -> Tensor:
+def _narrow(tensor: Tensor, lows: list[int], start: list[int], sizes: list[int]) -> Tensor:
     for dim, (low, first, size) in enumerate(zip(lows, start, sizes, strict=True)):
         tensor = tensor.narrow(dim, low - first, size)
     return tensor
-
-
-def _own_part(shape: Any, mesh: Any, placements: Any) -> tuple[list[int], list[int]]:
-    """Shape and place of this rank's part of a tensor of `shape`."""
-    own, at = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
-    return list(own), list(at)
-
-
-def _dim(placement: Placement) -> int | None:
-    if type(placement) is Shard:
-        return placement.dim
-    if type(placement) is Replicate:
-        return None
-    raise ValueError(f"a tensor that is placed as {placement} can't be saved in pieces")
-
-
-def _walk(function: Callable[[Any, Any], Any], state: Any) -> Any:
-    """A container like `state` of `function(item, key)`; what is no container as it is."""
-    if type(state) in (dict, OrderedDict):
-        result = type(state)((key, function(item, key)) for key, item in state.items())
-        if metadata := getattr(state, "_metadata", None):
-            result._metadata = metadata
-        return result
-    if type(state) in (list, tuple):
-        return type(state)(function(item, index) for index, item in enumerate(state))
-    return state
-
-
-def _at(targets: Any, key: Any) -> Any:
-    """What `targets` has for `key`: the tensor itself, if it is no container; None if nothing."""
-    if isinstance(targets, dict):
-        return targets.get(key)
-    if isinstance(targets, (list, tuple)):
-        return targets[key] if isinstance(key, int) and key < len(targets) else None
-    return targets

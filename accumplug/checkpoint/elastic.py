@@ -50,7 +50,9 @@ def redistribute(states: Sequence[State], accum: Accumulator, train_state: Train
     scales = [s["scale"] for s in states if s["scale"] is not None] if split.index else []
     window, sums = merge_windows(saved_ranks, split, accum._options.sync == "every")
     if split.done and train_state.is_sharded:
-        sums = dtensor_shards.deal([old.state["sums"] for old in saved_ranks if old.index], sums)
+        sums = dtensor_shards.redistribute_sums(
+            [old.state["sums"] for old in saved_ranks if old.index], sums
+        )
     return {
         **own,
         "accum": counters | window,

@@ -80,6 +80,6 @@ def read(checkpoint: Checkpoint, ranks: DataParallelGroup) -> dict[str, Any]:
     }
     for name in ("model", "optimizer"):
         parts[name] = dtensor_shards.read(checkpoint, name, ranks)
-    if (name := f"objects-{ranks.rank % world}") in checkpoint.parts:
-        parts[name] = dtensor_shards.read(checkpoint, "objects", ranks)
+    if f"objects-{ranks.rank % world}" in checkpoint.parts:
+        parts["objects"] = dtensor_shards.read(checkpoint, "objects", ranks)
     return parts

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumplug.checkpoint.dtensor_shards import is_piece
 from accumplug.checkpoint.train_state import State
-from accumplug.checkpoint.window_state import dense, given
 from accumplug.core.window import Window
 from accumplug.dataloading.resharding import spread, turn
+from accumplug.storage.codec import TensorShard
 
 
 class SavedRank:
@@ -134,7 +133,7 @@ def _weight(mine: Sequence[SavedRank]) -> State:
     """The weights of some ranks as one, with what floating point has lost of each."""
     window = Window(1)
     for old in mine:
-        window.add_weight(_plain(old.window["weight"]))
+        window.add_weight(old.window["weight"])
         window.compensation += old.window["compensation"]
     weight = _computed(lambda *_: window.weight, *(old.window["weight"] for old in mine))
     return {"weight": 0.0 if weight is None else weight, "compensation": window.compensation}
@@ -144,41 +143,35 @@ def _sums(mine: Sequence[SavedRank], divisor: Any) -> list[Any]:
     """By model and name: the sums of some ranks with one divisor, added."""
     models: list[Any] = []
     for old in mine:
-        factor = _plain(_computed(lambda a, b: a / b, old.divisor, divisor))
+        factor = _computed(lambda a, b: a / b, old.divisor, divisor)
         for index, sums in enumerate(old.state["sums"]):
             if index == len(models):
                 models.append({})
             for name, grad in sums.items():
-                if is_piece(grad):
-                    continue  # the same for all ranks, see shards.deal
+                if isinstance(grad, TensorShard):
+                    continue  # the same for all ranks, see dtensor_shards.redistribute_sums
                 models[index][name] = _added(models[index].get(name), grad, factor)
     return models
 
 
-def _added(total: Any, grad: Any, factor: Any) -> Any:
+def _added(total: Tensor | None, grad: Tensor, factor: Any) -> Tensor:
     """`total + factor * grad`; None for no total."""
     if total is None and isinstance(factor, float) and factor == 1.0:
         return grad
-    this = given(grad)
-    wide = torch.promote_types(this.dtype, torch.float32)
-    result = this.to(wide) * factor
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    result = grad.to(wide) * factor
     if total is not None:
-        result = given(total).to(wide) + result
-    return dense(result.to(this.dtype))
+        result = total.to(wide) + result
+    back: Tensor = result.to(grad.dtype)
+    return back
 
 
 def _there(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _plain(value: Any) -> Any:
-    return value["tensor"] if isinstance(value, dict) else value
-
-
 def _computed(function: Callable[..., Any], *values: Any) -> Any:
-    """`function` of saved numbers or tensors, as one that is saved; None without values."""
+    """`function` of numbers or tensors; None if one of them is None, or without any."""
     if not values or any(value is None for value in values):
         return None
-    result = function(*map(_plain, values))
-    on = next((value["on"] for value in values if isinstance(value, dict)), None)
-    return {"tensor": result, "on": on} if isinstance(result, Tensor) else result
+    return function(*values)

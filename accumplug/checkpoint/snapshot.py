@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from accumplug.accumulator import Accumulator
-from accumplug.checkpoint.train_state import Fingerprint, State, TrainState
+from accumplug.checkpoint.model_state import Fingerprint
+from accumplug.checkpoint.train_state import State, TrainState
 from accumplug.checkpoint.window_state import capture
 from accumplug.dataloading.position import DataPosition
 from accumplug.storage.codec import Encoded, encode
@@ -18,7 +19,7 @@ from accumplug.storage.host_buffers import HostBuffers
 class Snapshot:
     """Takes one save after the other.
 
-    Rank 0 saves what is the same on all ranks; each rank saves what is its own, its pieces of
+    Rank 0 saves what is the same on all ranks; each rank saves what is its own, its shards of
     sharded tensors too. Weights and the optimizers' moments stay as they are inside of a window, so
     they are linked from the checkpoint before, unless somebody has written into them.
     """
@@ -57,10 +58,11 @@ class Snapshot:
             else:
                 parts[name] = others
         if self._rank == 0:
-            parts["progress"] = encode(self._train_state.progress(), "progress")
+            progress = encode(self._train_state.progress(), "progress")
+            parts["progress"] = self._copied("progress", progress)
         again: dict[str, Encoded] = {}
         if self._train_state.is_sharded:
-            again = self._pieces(parts)
+            again = self._shards(parts)
         elif self._rank == 0:
             for name, fingerprint, get in self._linkable_parts():
                 if source is not None and self._fingerprints.get(name) == fingerprint:
@@ -80,8 +82,8 @@ class Snapshot:
         """The last `take` has become no checkpoint."""
         self._fingerprints, self._tree = {}, None
 
-    def _pieces(self, parts: dict[str, Encoded]) -> dict[str, Encoded]:
-        """Put this rank's pieces of weights and moments into `parts`; return what is unchanged.
+    def _shards(self, parts: dict[str, Encoded]) -> dict[str, Encoded]:
+        """Put this rank's shards of weights and moments into `parts`; return what is unchanged.
 
         That is kept, as only rank 0 knows whether the last `take` has become a checkpoint.
         """

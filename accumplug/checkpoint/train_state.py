@@ -1,4 +1,4 @@
-"""What a checkpoint is of: models, optimizers, schedulers, scaler, and whatever has a state."""
+"""The objects of a training run and their states."""
 
 from __future__ import annotations
 
@@ -6,31 +6,19 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accumplug.accumulator import Accumulator
-from accumplug.checkpoint import dtensor_shards
+from accumplug.checkpoint import dtensor_shards, model_state, optimizer_state
+from accumplug.checkpoint.model_state import Fingerprint, unwrap_model
 from accumplug.core.options import inner
 from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import bucket_order, ddp_modules, settle_buckets
+from accumplug.storage.codec import encode
 
 State = dict[str, Any]
-Fingerprint = tuple[Any, ...]
-"""Equal stamps: the tensors are the same ones, and nobody has written into them since."""
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """`model` without DistributedDataParallel and torch.compile around it."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 class TrainState:
@@ -48,6 +36,9 @@ class TrainState:
         stateful: Mapping[str, Any],
     ) -> None:
         self._models = [weakref.ref(model) for model in models]
+        self.is_sharded = any(fsdp.roots(model) for model in models)
+        """Whether each rank has its own part of the weights and the optimizers' states."""
+        self._constants = [model_state.constants(unwrap_model(model)) for model in models]
         self.optimizers = optimizers
         self.schedulers = schedulers
         self.scaler = scaler
@@ -57,44 +48,60 @@ class TrainState:
     @property
     def models(self) -> list[nn.Module]:
         """The models as they were given, wrapped or not."""
-        models = [reference() for reference in self._models]
-        if any(model is None for model in models):
-            raise RuntimeError("a model of the Checkpointer is gone; close() it before the model")
-        return [model for model in models if model is not None]
+        models = []
+        for reference in self._models:
+            if (model := reference()) is None:
+                raise RuntimeError("a model of the Checkpointer is gone; close() it first")
+            models.append(model)
+        return models
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank has a part of the weights and moments of its own."""
-        return any(fsdp.roots(model) for model in self.models)
+    # -- large, and the same inside of a window -------------------------------------------------
 
     def weights(self) -> list[State]:
         """The models' state_dicts."""
-        return [dtensor_shards.pack(unwrap_model(model).state_dict()) for model in self.models]
+        return [unwrap_model(model).state_dict() for model in self.models]
 
     def weights_fingerprint(self) -> Fingerprint:
-        """Of the parameters. Buffers may change inside of a window, parameters don't."""
-        found = [fsdp.named_parameters(unwrap_model(model)) for model in self.models]
-        return tuple(_fingerprint(fsdp.local(p)) for each in found for p in each.values())
+        """Of what is in `weights`, buffers left out."""
+        models, sharded = map(unwrap_model, self.models), self.is_sharded
+        return tuple([model_state.weights_fingerprint(model, sharded) for model in models])
 
-    def load_weights(self, states: Sequence[State]) -> None:
-        """Load what `weights` gave."""
+    def optimizer_states(self) -> list[Any]:
+        """What the optimizers keep of each parameter."""
+        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+
+    def optimizer_fingerprint(self) -> Fingerprint:
+        """Of what is in `optimizer_states`."""
+        return optimizer_state.fingerprint(self.optimizers)
+
+    # -- small, or different after each micro-batch ---------------------------------------------
+
+    def forward_states(self) -> list[State]:
+        """What a forward may change: buffers and extra states."""
+        pairs = zip(self.models, self._constants, strict=True)
+        return [model_state.forward_state(unwrap_model(m), known) for m, known in pairs]
+
+    def load_forward_states(self, states: Sequence[State]) -> None:
+        """Load what `forward_states` gave."""
         for model, state in zip(self.models, states, strict=True):
-            inner = unwrap_model(model)
-            unpacked = dtensor_shards.unpack(state, inner.state_dict())
-            _check_dtypes(inner, unpacked)
-            inner.load_state_dict(unpacked)
+            model_state.load_forward_state(unwrap_model(model), state)
 
-    def buffers(self) -> list[dict[str, Tensor]]:
-        """The buffers that belong to the models' state_dicts."""
-        return [_buffers(unwrap_model(model)) for model in self.models]
+    def progress(self) -> State:
+        """Parameter groups, schedulers, scaler."""
+        groups = [
+            {key: value for key, value in optimizer.state_dict().items() if key != "state"}
+            for optimizer in self.optimizers
+        ]
+        return {
+            "kinds": self._kinds(),
+            "optimizers": groups,
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
 
-    def load_buffers(self, states: Sequence[dict[str, Tensor]]) -> None:
-        """Load what `buffers` gave."""
-        with torch.no_grad():
-            for model, state in zip(self.models, states, strict=True):
-                buffers = _buffers(unwrap_model(model))
-                for name, value in state.items():
-                    buffers[name].copy_(value)
+    def object_states(self) -> State:
+        """The states of the objects that were given by name."""
+        return {name: thing.state_dict() for name, thing in self.stateful.items()}
 
     def ddp_states(self, reduced: bool) -> list[State]:
         """What the DistributedDataParallel modules have found out, and have still to do.
@@ -125,37 +132,22 @@ class TrainState:
     def _ddp_modules(self) -> list[DistributedDataParallel]:
         return [ddp for model in self.models for ddp in ddp_modules(model)]
 
-    def optimizer_states(self) -> list[Any]:
-        """What the optimizers keep of each parameter."""
-        return [
-            dtensor_shards.pack(optimizer.state_dict()["state"]) for optimizer in self.optimizers
-        ]
-
-    def optimizer_fingerprint(self) -> Fingerprint:
-        """Of the tensors in `optimizer_states`."""
-        return tuple(
-            (_fingerprint(fsdp.local(value)) if isinstance(value, Tensor) else value)
-            for optimizer in self.optimizers
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-            for value in state.values()
-        )
-
-    def progress(self) -> State:
-        """The small rest: parameter groups, schedulers, scaler."""
-        groups = [
-            {key: value for key, value in optimizer.state_dict().items() if key != "state"}
-            for optimizer in self.optimizers
-        ]
-        return {
-            "kinds": self._kinds(),
-            "optimizers": groups,
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-        }
-
     def _kinds(self) -> list[str]:
         return [type(optimizer).__name__ for optimizer in self.optimizers]
+
+    # -- checks and loading ---------------------------------------------------------------------
+
+    def check_savable(self) -> None:
+        """Raise ValueError, naming it, for a state that no checkpoint can hold."""
+        for name, get in (
+            ("optimizer", self.optimizer_states),
+            ("progress", self.progress),
+            ("objects", self.object_states),
+        ):
+            try:
+                encode(get(), name)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"this run can't be saved: {error}") from error
 
     def check(self, progress: State, others: State) -> None:
         """Raise ValueError if these are of other objects, before anything is loaded."""
@@ -170,102 +162,35 @@ class TrainState:
                     f"the checkpoint has {name}: {there}, this run has {here}; give the same ones"
                 )
 
-    def load_progress(self, progress: State, states: Sequence[Any]) -> None:
-        """Load what `progress` and `optimizer_states` gave."""
-        for optimizer, groups, state in zip(
-            self.optimizers, progress["optimizers"], states, strict=True
+    def load(self, parts: Mapping[str, Any]) -> None:
+        """Load the parts "model", "optimizer" and "progress"."""
+        models, optimizers = self.models, self.optimizers
+        for model, states in zip(models, _by_object(parts["model"], len(models)), strict=True):
+            model_state.load_weights(unwrap_model(model), states)
+        progress = parts["progress"]
+        for optimizer, groups, states in zip(
+            optimizers,
+            progress["optimizers"],
+            _by_object(parts["optimizer"], len(optimizers)),
+            strict=True,
         ):
-            _load_optimizer(optimizer, groups, state)
+            optimizer_state.load(optimizer, groups, states)
         for scheduler, state in zip(self.schedulers, progress["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         if self.scaler is not None:
             self.scaler.load_state_dict(progress["scaler"])
 
-    def load(self, model: Any, optimizer: Any, progress: State) -> None:
-        """Load the parts of these names."""
-        self.load_weights(_several(model, len(self._models)))
-        self.load_progress(progress, _several(optimizer, len(self.optimizers)))
-
-    def object_states(self) -> State:
-        """The states of the objects that were given by name."""
-        return {
-            name: dtensor_shards.pack(thing.state_dict()) for name, thing in self.stateful.items()
-        }
-
-    def load_objects(self, states: State) -> None:
-        """Load what `object_states` gave."""
+    def load_objects(self, parts: Sequence[State]) -> None:
+        """Load what `object_states` gave on each of some ranks."""
         for name, thing in self.stateful.items():
-            state = dtensor_shards.join([states[name]])
-            if dtensor_shards.are_in(state):
-                state = dtensor_shards.unpack(state, thing.state_dict())
-            thing.load_state_dict(state)
-
-
-def _fingerprint(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor._version
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._buffers.keys() - module._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
-def _check_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """load_state_dict converts without a word; a run would not go on from where it was."""
-    for name, value in model.state_dict().items():
-        saved = state.get(name)
-        if isinstance(saved, Tensor) and isinstance(value, Tensor) and saved.dtype != value.dtype:
-            raise ValueError(f"{name} is {value.dtype} here and {saved.dtype} in the checkpoint")
-
-
-def _load_optimizer(optimizer: Optimizer, groups: State, state: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = dtensor_shards.unpack(state, dict(enumerate(parameters)))
-    state = {
-        index: _owned(moments, _state_of(optimizer, parameters, index))
-        for index, moments in state.items()
-    }
-    optimizer.load_state_dict({**groups, "state": state})
-    # torch 2.13, Optimizer._process_value_according_to_param_policy: moments are converted to
-    # the parameter's dtype, which loses those in fp32 of a parameter in bf16.
-    for index, parameter in enumerate(parameters):
-        for key, saved in state.get(index, {}).items():
-            loaded = optimizer.state[parameter].get(key)
-            if isinstance(saved, Tensor) and loaded is not None and loaded.dtype != saved.dtype:
-                optimizer.state[parameter][key] = saved.to(loaded.device)
-
-
-def _state_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter], index: Any) -> Any:
-    """What `optimizer` has of a parameter so far."""
-    known = isinstance(index, int) and index < len(parameters)
-    return optimizer.state.get(parameters[index], {}) if known else {}
-
-
-def _owned(moments: Any, before: Any) -> Any:
-    """`moments`, which may be mapped from a file, in memory of their own: that of `before`."""
-    if not isinstance(moments, dict):
-        return moments
-    return {key: _own(value, before.get(key)) for key, value in moments.items()}
-
-
-def _own(value: Any, before: Any) -> Any:
-    if type(value) is not Tensor:
-        return value
-    if type(before) is Tensor and (before.dtype, before.shape, before.stride()) == (
-        value.dtype,
-        value.shape,
-        value.stride(),
-    ):
-        return before.copy_(value)
-    return value.clone()
+            states = [part[name] for part in parts]
+            sharded = dtensor_shards.has_shards(states[0])
+            targets = thing.state_dict() if sharded else None
+            thing.load_state_dict(dtensor_shards.assemble(states, targets))
 
 
 def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> TrainState:
-    """What is to be saved, complete, or ValueError."""
+    """Everything that is to be saved, or ValueError."""
     loop = accum._loop
     if model is None and loop is not None:
         model = loop.models()
@@ -277,14 +202,14 @@ def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -
     if loop is not None:
         optimizers += [inner(o) for o in loop.accelerator._optimizers]
         schedulers += [inner(s) for s in loop.accelerator._schedulers]
-    for name, thing in stateful.items():
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise ValueError(f"{name} is a {type(thing).__name__} without state_dict")
     if not optimizers and not stateful:
         raise ValueError(
             "neither accum nor the Checkpointer knows an optimizer, so its state would not be "
             "saved; give it to the Accumulator, or here: optimizer=optimizer"
         )
+    named = [thing for thing in stateful.values() if isinstance(thing, Optimizer)]
+    for optimizer in (*optimizers, *named):
+        optimizer_state.refuse_unsavable(optimizer)
     known = {id(p) for one in models for p in fsdp.named_parameters(one).values()}
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -300,6 +225,8 @@ def _each(things: list[Any]) -> list[Any]:
     return list({id(thing): thing for thing in things}.values())
 
 
-def _several(part: Any, count: int) -> list[Any]:
-    """The states in a part: one is stored as it is, see snapshot.py."""
-    return [part] if count == 1 else part
+def _by_object(parts: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Of each of `count` objects its states in `parts`; the state of a single one is the part."""
+    if count == 1:
+        return [parts]
+    return [[part[index] for part in parts] for index in range(count)]

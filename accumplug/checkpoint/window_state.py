@@ -16,18 +16,17 @@ from accumplug.core.normalization import Plan
 from accumplug.dataloading.position import DataPosition
 from accumplug.loop.data_pass import DataPassState
 from accumplug.parallel.fsdp import roots
+from accumplug.storage.codec import TensorShard
 
 
 def capture(accum: Accumulator, train_state: TrainState, order: DataPosition) -> State:
     """The state of this rank. Nothing is copied."""
     sums = [accum._sum.named(model) for model in train_state.models] if accum.pending else []
     return {
-        "accum": _located(accum.state_dict()),
-        "scale": _located(accum._update.scale),
-        "sums": [
-            {n: dtensor_shards.pack(dense(grad)) for n, grad in each.items()} for each in sums
-        ],
-        "buffers": train_state.buffers(),
+        "accum": accum.state_dict(),
+        "scale": accum._update.scale,
+        "sums": sums,
+        "forward": train_state.forward_states(),
         "replicas": train_state.ddp_states(reduced=accum.syncs > 0),
         "order": order.state(accum.position, accum._feed is not None),
         "feed": _pass_state(accum),
@@ -39,15 +38,16 @@ def restore(state: State, accum: Accumulator, train_state: TrainState, order: Da
     device = next(
         (p.device for m in train_state.models for p in m.parameters()), torch.device("cpu")
     )
-    train_state.load_buffers(state["buffers"])
+    train_state.load_forward_states(_forward_states(state))
     train_state.restore_buckets(state["replicas"])
-    accum.load_state_dict(_placed(state["accum"], device))
-    for model, packed in zip(train_state.models, state["sums"], strict=bool(state["sums"])):
+    accum.load_state_dict(_to(state["accum"], device))
+    for model, saved in zip(train_state.models, state["sums"], strict=bool(state["sums"])):
         if roots(model):
             accum._models.see([model])  # what it has deferred is reduced by nothing else
-        sums = dtensor_shards.unpack(dtensor_shards.join([packed]), named(model))
-        accum._sum.restore(model, {name: given(grad) for name, grad in sums.items()})
-    accum._update.scale = _placed(state["scale"], device)
+        parameters = named(model)
+        sums = {n: _sum_of(grad, parameters.get(n)) for n, grad in saved.items()}
+        accum._sum.restore(model, sums)
+    accum._update.scale = _to(state["scale"], device)
     if accum._scaler is not None and accum.pending:
         accum._scaler.scale(torch.ones((), device=device))  # unscale_ asks for one call before it
     train_state.load_ddp_states(state["replicas"])
@@ -59,7 +59,7 @@ def restore_pass(state: State, feed: DataPassState) -> None:
     if state["alive"] is not None:
         feed.resumed, feed.alive = True, state["alive"]
     if state["plan"] is not None:
-        feed.plan = Plan(**_placed(state["plan"], torch.device("cpu")))
+        feed.plan = Plan(**state["plan"])
 
 
 def _pass_state(accum: Accumulator) -> State | None:
@@ -70,50 +70,27 @@ def _pass_state(accum: Accumulator) -> State | None:
     is_open = plan is not None and (plan.left > 0 or accum.pending > 0)
     return {
         "alive": None if feed.begins else feed.alive,
-        "plan": _located(asdict(plan)) if plan is not None and is_open else None,
+        "plan": asdict(plan) if plan is not None and is_open else None,
     }
 
 
-def _located(value: Any) -> Any:
-    """`value` with the kind of device of each tensor in it."""
+def _forward_states(state: State) -> list[State]:
+    """By model; format 1 had the buffers of the state_dict alone."""
+    if "forward" in state:
+        return list(state["forward"])
+    return [{"buffers": buffers, "extra": {}} for buffers in state["buffers"]]
+
+
+def _sum_of(saved: Any, parameter: Any) -> Tensor:
+    """A running sum, if it was sharded (`saved` is a shard or several) as `parameter` is."""
+    if isinstance(saved, Tensor):
+        return saved
+    shards = [saved] if isinstance(saved, TensorShard) else saved
+    return dtensor_shards.to_dtensor(shards, parameter)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """The 0-dim tensors in `value` on `device`: numbers that the host need not read."""
     if isinstance(value, dict):
-        return {key: _located(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_located(item) for item in value]
-    return {"tensor": value, "on": value.device.type} if isinstance(value, Tensor) else value
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    """What was given to `_located`; what was on a device goes to `device`."""
-    if isinstance(value, dict):
-        if value.keys() == {"tensor", "on"}:
-            tensor: Tensor = value["tensor"]
-            return tensor if value["on"] == "cpu" else tensor.to(device)
-        return {key: _placed(item, device) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_placed(item, device) for item in value]
-    return value
-
-
-def dense(grad: Tensor) -> Any:
-    """A sparse gradient (of an Embedding) in dense pieces."""
-    if not grad.is_sparse:
-        return grad
-    return {
-        "indices": grad._indices(),
-        "values": grad._values(),
-        "size": list(grad.shape),
-        "coalesced": grad.is_coalesced(),
-    }
-
-
-def given(grad: Any) -> Tensor:
-    if isinstance(grad, Tensor):
-        return grad
-    return torch.sparse_coo_tensor(
-        grad["indices"],
-        grad["values"],
-        grad["size"],
-        is_coalesced=grad["coalesced"],
-        check_invariants=True,  # indices outside of the size would be outside of the memory
-    )
+        return {key: _to(item, device) for key, item in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -54,42 +54,10 @@ def _of_devices(module: Any) -> list[torch.Tensor]:
 
 
 def pack(states: State) -> State:
-    """`states` as numbers and tensors only."""
-    return {name: _packed(state) for name, state in states.items()}
+    """`states` as a checkpoint takes them: the codec has words for all that is in there."""
+    return states
 
 
 def unpack(states: State) -> State:
     """What was given to `pack`."""
-    return {name: _unpacked(state) for name, state in states.items()}
-
-
-def _packed(state: Any) -> Any:
-    """A state with its long runs of words (625 of Python, 624 of NumPy) as tensors."""
-    if isinstance(state, (tuple, list)):
-        if len(state) > 16 and all(type(word) is int for word in state):
-            return {"words": torch.tensor(state, dtype=torch.int64)}
-        return type(state)(_packed(item) for item in state)
-    if isinstance(state, dict):
-        return {key: _packed(item) for key, item in state.items()}
-    if type(state).__module__ == "numpy" and getattr(state, "ndim", 0) == 1:
-        signed = state.view("int64") if state.dtype == "uint64" else state.astype("int64")
-        return {
-            "array": torch.tensor(signed.tolist(), dtype=torch.int64),
-            "dtype": f"{state.dtype}",
-        }
-    return state
-
-
-def _unpacked(state: Any) -> Any:
-    if isinstance(state, dict):
-        if state.keys() == {"words"}:
-            return tuple(state["words"].tolist())
-        if state.keys() == {"array", "dtype"}:
-            import numpy
-
-            # as a view: words of 64 bits are kept as signed ones
-            return numpy.array(state["array"].tolist(), "int64").astype(state["dtype"])
-        return {key: _unpacked(item) for key, item in state.items()}
-    if isinstance(state, (tuple, list)):
-        return type(state)(_unpacked(item) for item in state)
-    return state
+    return states

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from accumplug.errors import CheckpointError
 from accumplug.parallel import fsdp
-from accumplug.storage.codec import decode, encode
+from accumplug.storage.codec import encode
+from accumplug.storage.decode import decode
 from accumplug.storage.files import FileEntry
 from accumplug.storage.json import dump_json, parse_json
 from accumplug.storage.safetensors_io import read_tensors, write_tensors

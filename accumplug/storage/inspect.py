@@ -12,7 +12,7 @@ from typing import Any
 
 from accumplug.errors import CheckpointError
 from accumplug.storage.layout import Checkpoint, faults, list_checkpoints, open_checkpoint
-from accumplug.storage.manifest import FORMAT, MANIFEST, order_of
+from accumplug.storage.manifest import MANIFEST, order_of
 from accumplug.storage.retention import REMOVING, WRITING
 
 
@@ -78,7 +78,7 @@ def _facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         facts.append(("window", "none is open" if pending == "0" else inside))
     facts += [(_plain(key), _plain(value)) for key, value in position.items()]
     facts.append(("ranks", f"{manifest.world_size}"))
-    facts.append(("written by", f"accumplug {_plain(manifest.version)}, format {FORMAT}"))
+    facts.append(("written by", f"accumplug {_plain(manifest.version)}, format {manifest.format}"))
     return facts
 
 

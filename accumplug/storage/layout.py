@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from accumplug.errors import CheckpointError
-from accumplug.storage.codec import decode
+from accumplug.storage.decode import decode
 from accumplug.storage.files import check_size, opened, verify_file
+from accumplug.storage.format_1 import upgrade
 from accumplug.storage.json import MAX_JSON, read_json
 from accumplug.storage.manifest import MANIFEST, Manifest, order_of
 from accumplug.storage.safetensors_io import read_tensors
@@ -95,7 +96,7 @@ def read_part(checkpoint: Checkpoint, part: str, *, mapped: bool = False) -> Any
     if tensor_file in files:
         path_of_tensors = checkpoint.path / tensor_file
         tensors = read_tensors(path_of_tensors, files[tensor_file], mapped=mapped)
-    return decode(tree, tensors, path)
+    return decode(tree, tensors, path, upgrade if checkpoint.manifest.format == 1 else None)
 
 
 @dataclass(frozen=True)

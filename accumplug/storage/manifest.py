@@ -13,7 +13,7 @@ from accumplug.errors import CheckpointError
 from accumplug.storage.files import BLOCK, FileEntry
 from accumplug.storage.json import dump_json, parse_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
 FILE = re.compile(PART.pattern + r"\.(json|safetensors)", re.ASCII)
@@ -48,6 +48,8 @@ class Manifest:
     world_size: int
     files: dict[str, FileEntry]
     version: str = __version__
+    format: int = FORMAT
+    """How its parts are encoded. Format 1 is still read (format_1.py), and never written."""
 
     def __post_init__(self) -> None:
         if type(self.version) is not str:
@@ -62,7 +64,7 @@ class Manifest:
 
     def dump(self) -> bytes:
         body = {
-            "format": FORMAT,
+            "format": self.format,
             "accumplug": self.version,
             "world_size": self.world_size,
             "position": self.position,
@@ -74,7 +76,7 @@ class Manifest:
     def parse(data: bytes, path: Path) -> Manifest:
         """The manifest in `data`; CheckpointError for one that no version of ours has written."""
         body = parse_json(data, path)
-        if not isinstance(body, dict) or type(body.get("format")) is not int:
+        if not isinstance(body, dict) or not _is_count(body.get("format")) or not body["format"]:
             raise CheckpointError(f"{path}: not the manifest of a checkpoint")
         if body["format"] > FORMAT:
             raise CheckpointError(
@@ -83,7 +85,8 @@ class Manifest:
             )
         try:
             files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
-            manifest = Manifest(body["position"], body["world_size"], files, body["accumplug"])
+            position, version = body["position"], body["accumplug"]
+            manifest = Manifest(position, body["world_size"], files, version, body["format"])
             same = manifest.dump() == data
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: malformed ({error!r:.400})") from error

@@ -48,11 +48,16 @@ METADATA = "__metadata__"  # the one name that the format keeps for itself
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     """Writes `tensors` (any device, any strides, dtypes of `DTYPES`) to the new file `path`."""
-    ordered = sorted(tensors.items(), key=_odd_last)
+    # Whole multiples of ALIGN bytes first, so that all of these start at one; then wide dtypes.
+    sizes = {n: t.numel() * t.dtype.itemsize for n, t in tensors.items()}
+    keys = [(sizes[n] % ALIGN != 0, -t.dtype.itemsize) for n, t in tensors.items()]
+    ordered = [
+        item for _, _, item in sorted(zip(keys, range(len(keys)), tensors.items(), strict=True))
+    ]
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        start, end = end, end + sizes[name]
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -69,12 +74,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
             yield raw(tensor.detach().cpu().contiguous())
 
     return write_file(path, pieces())
-
-
-def _odd_last(item: tuple[str, torch.Tensor]) -> tuple[bool, int]:
-    """Whole multiples of ALIGN bytes first, so that all of these start at one; then wide dtypes."""
-    tensor = item[1]
-    return tensor.numel() * tensor.dtype.itemsize % ALIGN != 0, -tensor.dtype.itemsize
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

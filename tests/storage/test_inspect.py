@@ -29,7 +29,7 @@ def test_it_says_where_the_run_was_and_what_is_in_it(tmp_path):
     assert ["window", "3 of 16 micro-batches"] in lines
     assert ["epoch", "3"] in lines
     assert ["ranks", "1"] in lines
-    assert ["written", f"by   accumplug {_version.__version__}, format 1"] in lines
+    assert ["written", f"by   accumplug {_version.__version__}, format 2"] in lines
     assert ["model.safetensors", "4.1 kB"] in lines
     assert lines[-1] == ["sizes", "agree (--verify checks every byte)"]
     assert "whole" not in text

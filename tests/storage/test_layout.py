@@ -237,8 +237,8 @@ def test_a_manifest_with_a_file_twice_is_refused(tmp_path):
 def test_a_newer_format_is_refused_with_what_to_do(tmp_path):
     """The message has both versions."""
     path = save(tmp_path, 1)
-    forge(path, format=2, accumplug="9.1")
-    with pytest.raises(CheckpointError, match=r"format 2 of accumplug '9.1'.*install a newer one"):
+    forge(path, format=3, accumplug="9.1")
+    with pytest.raises(CheckpointError, match=r"format 3 of accumplug '9.1'.*install a newer one"):
         open_checkpoint(path)
 
 
