@@ -14,7 +14,11 @@ class NonFiniteError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, incomplete or not one; the message names the file."""
+    """A checkpoint that can't be used; the message names the file."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is proven to be damaged or incomplete: no later attempt can read it."""
 
 
 class MovedError(RuntimeError):

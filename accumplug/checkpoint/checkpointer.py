@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import elastic, window_state
 from accumplug.checkpoint.coordination import RankStore
-from accumplug.checkpoint.load import Position, find
+from accumplug.checkpoint.load import Position, find, leave_behind, left_behind
 from accumplug.checkpoint.save_policy import SavePolicy
 from accumplug.checkpoint.save_schedule import SaveSchedule
 from accumplug.checkpoint.signals import protect_workers
@@ -145,13 +145,20 @@ class Checkpointer:
         if self._store is not None:
             self._whole(path)
 
-    def resume(self) -> Position | None:
-        """Go on from the newest whole checkpoint; None if there is none. All ranks have to call it.
+    def resume(self, *, start_over: bool = False) -> Position | None:
+        """Resume from the newest whole checkpoint; None if there is none. All ranks call it.
 
-        A newer one that is damaged is passed over with a warning that names the file. Ranks may be
-        more or fewer than those that saved, if the effective batch stays (elastic.py).
+        A newer one that is proven to be damaged is passed over with a warning that names the file.
+        The number of ranks may differ from that of the run that saved, if the effective batch
+        stays the same (elastic.py).
+
+        Args:
+            start_over: load nothing, and train from the start beside the checkpoints that are
+                there. They stay where they are, and no later resume looks at them.
 
         Raises:
+            CheckpointError: there are checkpoints, and the newest can't be read (which is no
+                proof of damage), or all of them are damaged.
             RuntimeError: inside of a block or a pass.
             ValueError: the checkpoint is of other objects than these, or of another number of
                 ranks in a way that can't be gone on from; the message says what to change.
@@ -160,7 +167,13 @@ class Checkpointer:
         if accum._micro is not None or accum._feed is not None:
             raise RuntimeError("resume inside of a pass; call it before accum.batches(...)")
         self.wait()
-        found = find(self.directory, accum._ranks, self._store)
+        ranks = accum._ranks
+        if start_over:
+            if ranks.rank == 0:
+                leave_behind(self.directory)
+            self._resumed = True
+            return None
+        found = find(self.directory, ranks, self._store, left_behind(self.directory))
         self._resumed = True
         for reason in found.passed:
             warnings.warn(f"passed over: {reason}", stacklevel=2)

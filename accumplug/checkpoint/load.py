@@ -1,16 +1,25 @@
-"""The newest whole checkpoint, read into memory and then put into the objects of a run."""
+"""The newest whole checkpoint, read into memory by all ranks together."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accumplug.checkpoint import dtensor_shards
 from accumplug.checkpoint.coordination import RankStore
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, DamagedCheckpointError
 from accumplug.parallel.group import DataParallelGroup
-from accumplug.storage.layout import Checkpoint, newest, open_checkpoint, read_part
+from accumplug.storage.json import dump_json, parse_json
+from accumplug.storage.layout import (
+    Checkpoint,
+    list_checkpoints,
+    newest,
+    open_checkpoint,
+    read_part,
+)
 
 
 @dataclass(frozen=True)
@@ -42,30 +51,60 @@ class Found:
     passed: tuple[str, ...]
 
 
-def find(directory: Path, ranks: DataParallelGroup, store: RankStore | None) -> Found:
-    """Read the newest checkpoint that is whole for all ranks; rank 0 looks for it."""
-    skip: dict[str, str] = {}
-    passed: tuple[str, ...] = ()
+def find(
+    directory: Path, ranks: DataParallelGroup, store: RankStore | None, skip: Collection[str]
+) -> Found:
+    """Read the newest checkpoint that is whole for all ranks; rank 0 looks for it.
+
+    `skip`: names of checkpoints that are not looked at.
+
+    Raises:
+        CheckpointError: on all ranks: one can't be read and is not proven to be damaged, or there
+            are checkpoints and all of them are damaged.
+    """
+    wrong: dict[str, str] = {}
     while True:
-        name = ""
+        name, error = "", ""
+        passed: tuple[str, ...] = ()
         if ranks.rank == 0:
-            found = newest(directory, full=False, skip=skip)
-            passed = found.passed
-            name = "" if found.checkpoint is None else found.checkpoint.path.name
+            try:
+                found = newest(directory, full=False, skip={*skip, *wrong})
+                name = "" if found.checkpoint is None else found.checkpoint.path.name
+                passed = found.passed
+            except CheckpointError as failure:
+                error = str(failure)
         if store is not None:
-            name = store.share(name)
-        reasons = tuple(dict.fromkeys((*skip.values(), *passed)))
+            name, error, passed = json.loads(store.share(json.dumps([name, error, passed])))
+        if error:
+            raise CheckpointError(f"{error}. {_ADVICE}")
+        reasons = tuple(dict.fromkeys((*wrong.values(), *passed)))
+        if not name and reasons:
+            raise CheckpointError(
+                f"there are checkpoints in {directory} and none is whole: {'; '.join(reasons)}. "
+                f"{_ADVICE}"
+            )
         if not name:
-            return Found(None, {}, reasons)
-        wrong, parts = "", {}
+            return Found(None, {}, ())
+        damaged, unreadable, parts = "", "", {}
         try:
             checkpoint = open_checkpoint(directory / name)
             parts = read(checkpoint, ranks)
-        except CheckpointError as error:
-            wrong = str(error)
-        if ranks.sum([float(bool(wrong))])[0] == 0:
+        except DamagedCheckpointError as failure:
+            damaged = str(failure)
+        except (CheckpointError, OSError, MemoryError, RuntimeError) as failure:
+            unreadable = str(failure) or type(failure).__name__
+        sums = ranks.sum([float(bool(damaged)), float(bool(unreadable))])
+        if sums[1]:
+            reason = unreadable or f"{directory / name}: another rank can't read it, see there"
+            raise CheckpointError(f"{reason}. {_ADVICE}")
+        if not sums[0]:
             return Found(checkpoint, parts, reasons)
-        skip[name] = wrong or f"{directory / name}: damaged in a file that another rank needs"
+        wrong[name] = damaged or f"{directory / name}: damaged in a file that another rank needs"
+
+
+_ADVICE = (
+    "Nothing was loaded. To train from the start beside these checkpoints: resume(start_over=True)"
+)
 
 
 def read(checkpoint: Checkpoint, ranks: DataParallelGroup) -> dict[str, Any]:
@@ -83,3 +122,23 @@ def read(checkpoint: Checkpoint, ranks: DataParallelGroup) -> dict[str, Any]:
     if f"objects-{ranks.rank % world}" in checkpoint.parts:
         parts["objects"] = dtensor_shards.read(checkpoint, "objects", ranks)
     return parts
+
+
+LEFT_BEHIND = ".accumplug-left-behind.json"
+
+
+def leave_behind(directory: Path) -> None:
+    """Let no later resume look at the checkpoints that are in `directory` now."""
+    if names := [path.name for path in list_checkpoints(directory)]:
+        part = directory / f"{LEFT_BEHIND}.new"
+        part.write_bytes(dump_json(names))
+        part.replace(directory / LEFT_BEHIND)
+
+
+def left_behind(directory: Path) -> list[str]:
+    """The names that `leave_behind` has written."""
+    path = directory / LEFT_BEHIND
+    if not path.exists():
+        return []
+    names = parse_json(path.read_bytes(), path)
+    return [str(name) for name in names] if isinstance(names, list) else []

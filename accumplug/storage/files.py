@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, DamagedCheckpointError
 
 BLOCK = 4 << 20
 ROW = 4096
@@ -103,35 +103,42 @@ def fsync_directory(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file `path`; a link, a pipe or a device is refused."""
+    """A descriptor of the regular file `path`; a link, a pipe or a device is refused.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or no regular file.
+        CheckpointError: it can't be read, which another attempt may.
+    """
     try:
         # O_NONBLOCK: opening a pipe would otherwise wait for a writer that never comes.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{path}: {_why_not(error)}") from error
+        raise _unreadable(path, error) from error
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise CheckpointError(f"{path}: not a regular file")
+            raise DamagedCheckpointError(f"{path}: not a regular file")
         yield file
     except OSError as error:
-        raise CheckpointError(f"{path}: {_why_not(error)}") from error
+        raise _unreadable(path, error) from error
     finally:
         os.close(file)
 
 
-def _why_not(error: OSError) -> str:
-    if error.errno == errno.ENOENT:
-        return "missing"
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return DamagedCheckpointError(f"{path}: missing")
     if error.errno == errno.ELOOP:
-        return "a symbolic link, which may lead out of the checkpoint"
-    return f"cannot be read ({error.strerror})"
+        return DamagedCheckpointError(
+            f"{path}: a symbolic link, which may lead out of the checkpoint"
+        )
+    return CheckpointError(f"{path}: cannot be read ({error.strerror})")
 
 
 def check_size(path: Path, file: int, entry: FileEntry) -> None:
     """Refuses a file whose length is not the one in the manifest."""
     size = os.fstat(file).st_size
     if size != entry.size:
-        raise CheckpointError(f"{path}: {size} bytes, but the manifest says {entry.size}")
+        raise DamagedCheckpointError(f"{path}: {size} bytes, but the manifest says {entry.size}")
 
 
 def read_file(path: Path, entry: FileEntry, *, mapped: bool = False) -> memoryview:
@@ -191,13 +198,13 @@ def _fill(path: Path, file: int, block: memoryview, offset: int) -> None:
     while block:
         got = os.preadv(file, [block], offset)
         if not got:
-            raise CheckpointError(f"{path}: ends at byte {offset} while it is being read")
+            raise DamagedCheckpointError(f"{path}: ends at byte {offset} while it is being read")
         block, offset = block[got:], offset + got
 
 
 def _compare(path: Path, entry: FileEntry, start: int, block: memoryview) -> None:
     digits = start // BLOCK * 8
     if checksum(block) != entry.sums[digits : digits + 8]:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path}: damaged between byte {start} and {start + BLOCK} (checksum differs)"
         )

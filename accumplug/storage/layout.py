@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, DamagedCheckpointError
 from accumplug.storage.decode import decode
 from accumplug.storage.files import check_size, opened, verify_file
 from accumplug.storage.format_1 import upgrade
@@ -46,12 +46,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     with opened(path / MANIFEST) as file:
         size = os.fstat(file).st_size
         if size > MAX_JSON:
-            raise CheckpointError(f"{path / MANIFEST}: {size} bytes of JSON, more than {MAX_JSON}")
+            raise DamagedCheckpointError(
+                f"{path / MANIFEST}: {size} bytes of JSON, more than {MAX_JSON}"
+            )
         data = os.pread(file, size, 0)
     return Checkpoint(path, Manifest.parse(data, path / MANIFEST))
 
 
-def faults(checkpoint: Checkpoint, *, full: bool = True) -> Iterator[str]:
+def faults(checkpoint: Checkpoint, *, full: bool = True) -> Iterator[CheckpointError]:
     """The faults of its files, one by one: presence and size, and every byte if `full`."""
     for name, entry in checkpoint.manifest.files.items():
         path = checkpoint.path / name
@@ -62,7 +64,7 @@ def faults(checkpoint: Checkpoint, *, full: bool = True) -> Iterator[str]:
                 with opened(path) as file:
                     check_size(path, file, entry)
         except CheckpointError as error:
-            yield str(error)
+            yield error
 
 
 def verify(path: str | os.PathLike[str], *, full: bool = True) -> Checkpoint:
@@ -73,7 +75,7 @@ def verify(path: str | os.PathLike[str], *, full: bool = True) -> Checkpoint:
     """
     checkpoint = open_checkpoint(path)
     for fault in faults(checkpoint, full=full):
-        raise CheckpointError(fault)
+        raise fault
     return checkpoint
 
 
@@ -112,6 +114,9 @@ def newest(
 ) -> Found:
     """Looks through `directory` from the newest checkpoint back to the first that is whole.
 
+    Only what is proven to be damaged is passed over: one that can't be read now, or that a newer
+    version has written, is a CheckpointError.
+
     `full=False` doesn't read the files: for a caller that reads them next, and comes back with
     the name of the one that failed in `skip`.
     """
@@ -120,7 +125,7 @@ def newest(
         if path.name not in skip:
             try:
                 return Found(verify(path, full=full), tuple(passed))
-            except CheckpointError as error:
+            except DamagedCheckpointError as error:
                 passed.append(str(error))
     return Found(None, tuple(passed))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accumplug._version import __version__
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, DamagedCheckpointError
 from accumplug.storage.files import BLOCK, FileEntry
 from accumplug.storage.json import dump_json, parse_json
 
@@ -74,10 +74,18 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, path: Path) -> Manifest:
-        """The manifest in `data`; CheckpointError for one that no version of ours has written."""
-        body = parse_json(data, path)
+        """The manifest in `data`.
+
+        Raises:
+            DamagedCheckpointError: no version of accumplug has written it so.
+            CheckpointError: a newer version has.
+        """
+        try:
+            body = parse_json(data, path)
+        except CheckpointError as error:
+            raise DamagedCheckpointError(str(error)) from error
         if not isinstance(body, dict) or not _is_count(body.get("format")) or not body["format"]:
-            raise CheckpointError(f"{path}: not the manifest of a checkpoint")
+            raise DamagedCheckpointError(f"{path}: not the manifest of a checkpoint")
         if body["format"] > FORMAT:
             raise CheckpointError(
                 f"{path}: format {body['format']} of accumplug {body.get('accumplug')!r:.40}; "
@@ -89,9 +97,9 @@ class Manifest:
             manifest = Manifest(position, body["world_size"], files, version, body["format"])
             same = manifest.dump() == data
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: malformed ({error!r:.400})") from error
+            raise DamagedCheckpointError(f"{path}: malformed ({error!r:.400})") from error
         if not same:
-            raise CheckpointError(f"{path}: damaged (checksum differs)")
+            raise DamagedCheckpointError(f"{path}: damaged (checksum differs)")
         return manifest
 
 

@@ -11,7 +11,6 @@ Format: https://huggingface.co/docs/safetensors#format
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from accumplug.errors import CheckpointError
-from accumplug.storage.files import THREADS, FileEntry, check_size, opened, read_file, write_file
+from accumplug.storage.files import THREADS, FileEntry, read_file, write_file
 from accumplug.storage.json import MAX_JSON, dump_json, parse_json
 
 DTYPES = {
@@ -89,17 +88,16 @@ def read_tensors(path: Path, entry: FileEntry, *, mapped: bool = False) -> dict[
     quicker. A page is copied when it is first written to. The disk keeps the file, even if
     removed, while one of the tensors lives, so it suits tensors that don't live long.
     """
-    with opened(path) as file:
-        check_size(path, file, entry)
-        size = int.from_bytes(os.pread(file, 8, 0), "little")
-        if not 2 <= size <= min(MAX_JSON, entry.size - 8):
-            raise CheckpointError(
-                f"{path}: not a safetensors file: its header claims {size} bytes, "
-                f"the file has {entry.size}"
-            )
-        header = parse_json(os.pread(file, size, 8), path)
+    memory = read_file(path, entry, mapped=True)
+    size = int.from_bytes(memory[:8], "little")
+    if not 2 <= size <= min(MAX_JSON, entry.size - 8):
+        raise CheckpointError(
+            f"{path}: not a safetensors file: its header claims {size} bytes, "
+            f"the file has {entry.size}"
+        )
+    header = parse_json(bytes(memory[8 : 8 + size]), path)
     layout, start = _layout(header, entry.size - 8 - size, path), 8 + size
-    memory, tensors = read_file(path, entry, mapped=True), {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, (dtype, shape) in layout.items():
         if count := math.prod(shape):
             tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from accumplug import Checkpointer
+from accumplug.errors import CheckpointError
 from accumplug.storage.layout import list_checkpoints
 
 from .checkpointing import (
+    Run,
     Setup,
     Told,
     found_when_interrupted,
@@ -218,3 +223,32 @@ def test_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all(
     assert "rank-1.safetensors" in rest[1].passed[0]
     assert newest.name in rest[0].passed[0]
     assert_same(quiet, rest, "from the older one")
+
+
+def resume_where_rank_1_can_not_read(rank: int, directory: Path) -> str:
+    """The error of a resume in which opening a file of its own fails on rank 1."""
+    run, real = Run(rank, Setup(), 1), os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if rank == 1 and Path(path).name == "rank-1.json":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *args, **options)
+
+    options: dict[str, Any] = {"model": run.model, "loader": run.loader}
+    with (
+        mock.patch.object(os, "open", refuse),
+        Checkpointer(directory, run.accum, **options) as checkpoint,
+        pytest.raises(CheckpointError) as caught,
+    ):
+        checkpoint.resume()
+    return str(caught.value)
+
+
+def test_a_checkpoint_that_one_rank_can_not_read_is_an_error_on_all(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """An older one, which all of them can read, would be another place in the run."""
+    ranks.run(2, part, Setup(epochs=1), tmp_path, options={"every": 2, "keep": 9})
+    first, second = ranks.run(2, resume_where_rank_1_can_not_read, tmp_path)
+    assert "another rank can't read it" in first
+    assert "rank-1.json: cannot be read (Input/output error)" in second
