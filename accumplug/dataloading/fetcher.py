@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accumplug.dataloading.fingerprint import fingerprint
 from accumplug.dataloading.generators import Generators
-from accumplug.dataloading.rng import State, pack, unpack
+from accumplug.dataloading.rng import State
 
 KEPT = 4  # fingerprints of items before the position
 _END: Any = object()
@@ -61,7 +61,7 @@ class Fetcher:
         From there on they are made again from the states `starts`; then `on_replayed` is called.
         Their items have to match `fingerprints`.
         """
-        self._known = {n: {**s, "states": unpack(s["states"])} for n, s in starts.items()}
+        self._known = dict(starts)
         self._must_replay, self._target, self._until = True, number, made
         self._on_replayed = on_replayed
         self._expected = dict(fingerprints) if self._on_other_item else {}
@@ -90,8 +90,7 @@ class Fetcher:
         starts = {n: state for n, state in self._starts.items() if n >= first}
         if not starts and self._stateful is not None:
             starts = {number: self._state()}
-        packed = {n: {**state, "states": pack(state["states"])} for n, state in starts.items()}
-        return packed, max(number, self._number)
+        return starts, max(number, self._number)
 
     @property
     def fingerprints(self) -> dict[int, int]:

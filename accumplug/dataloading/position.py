@@ -35,7 +35,7 @@ from accumplug.dataloading.fetcher import (
     use_iterator,
 )
 from accumplug.dataloading.generators import Generators
-from accumplug.dataloading.rng import State, pack, unpack
+from accumplug.dataloading.rng import State
 from accumplug.errors import CheckpointError
 from accumplug.loop.data_pass import with_last
 
@@ -106,14 +106,14 @@ class DataPosition:
         if not resume["start"]["has_iterator"]:
             use_iterator(source)
         self._generators.set_numbers(resume["start"]["numbers"])
-        self._generators.restore(unpack(resume["start"]["states"]))
+        self._generators.restore(resume["start"]["states"])
         fetcher = self._new_fetcher(stateful_part(source))
         self._resume_fetcher(fetcher, resume, position * items_per_fetch(loader))
         return self._count_items(self._through(loader, fetcher), position)
 
     def _start_anew(self, loader: Any, source: Any) -> Iterator[tuple[Any, bool]]:
         self._start = {
-            "states": pack(self._generators.capture()),
+            "states": self._generators.capture(),
             "numbers": self._generators.numbers(),
             "has_iterator": has_iterator(source),
             "has_workers": has_workers(source),
@@ -157,7 +157,7 @@ class DataPosition:
             "ended": ended,
             "starts": {},
             "made": 0,
-            "now": pack(self._generators.capture()),
+            "now": self._generators.capture(),
             "numbers": self._generators.numbers(),
             "has_workers": has_workers(self._source),
             "protocol": None,
@@ -193,7 +193,7 @@ class DataPosition:
 
     def _restore_generators(self) -> None:
         if self._generators_at_save is not None:
-            self._generators.restore(unpack(self._generators_at_save))
+            self._generators.restore(self._generators_at_save)
             self._generators_at_save = None
 
     def _start_workers(self, resume: State) -> None:
@@ -225,9 +225,9 @@ class DataPosition:
         fetcher = self._new_fetcher(None)
         if start["states"] is None:  # no process has gone into this rest before
             self._restore_generators()
-            self._start = {**start, "states": pack(self._generators.capture())}
+            self._start = {**start, "states": self._generators.capture()}
         else:
-            self._generators.restore(unpack(start["states"]))
+            self._generators.restore(start["states"])
             self._resume_fetcher(fetcher, resume, position - self._base)
         with resharding.use_batches(source, batches):
             items = self._count_items(self._through(loader, fetcher), position)

@@ -27,7 +27,7 @@ def capture() -> State:
 
 
 def restore(states: State) -> None:
-    """Set the generators to what `capture` (or `unpack`) gave; those it has no state of stay."""
+    """Set the generators to what `capture` gave; those it has no state of stay."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -51,13 +51,3 @@ def _of_devices(module: Any) -> list[torch.Tensor]:
     if hasattr(module, "get_rng_state_all"):
         return list(module.get_rng_state_all())
     return [module.get_rng_state()]
-
-
-def pack(states: State) -> State:
-    """`states` as a checkpoint takes them: the codec has words for all that is in there."""
-    return states
-
-
-def unpack(states: State) -> State:
-    """What was given to `pack`."""
-    return states
