@@ -549,10 +549,19 @@ def language_model(shift):
 
 @pytest.mark.parametrize(("shift", "targets"), [(False, 38), (True, 27)])
 def test_shifted_labels_are_told_from_labels_as_they_are(shift, targets):
-    """The first column has no target where the model shifts; 7 x 3 + 1 labels are ignored."""
-    result = equivalence_check(*language_model(shift))
+    """The first column has no target where the model shifts; 7 x 3 + 1 labels are ignored.
+
+    Also with a micro-batch that has no target at all, whose loss is NaN.
+    """
+    model, batch, loss = language_model(shift)
+    result = equivalence_check(model, batch, loss)
     assert result.passed, str(result)
     assert f"mean over the {targets} targets that are not -100" in result.notes[0]
+    batch["labels"][:6] = -100
+    left = int((batch["labels"][:, int(shift) :] != -100).sum())
+    result = equivalence_check(model, batch, loss)
+    assert result.passed, str(result)
+    assert f"mean over the {left} targets that are not -100" in result.notes[0]
 
 
 def test_a_loss_over_rows_is_not_weighted_by_labels_that_another_part_ignores():

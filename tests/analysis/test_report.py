@@ -289,7 +289,7 @@ def test_updates_without_any_number_to_draw_are_an_error_too(tmp_path):
         {"update": -3},
         {"update": 10**12},
         {"update": 2.5},
-        {"loss_unit": "$\\frac{", "weight_unit": "{x} % $a_$"},
+        {"loss_unit": "$\\frac{$", "weight_unit": "{x} % $a_$"},
         {"stepped": "no", "skipped": [1]},
         {"stepped": False, "skipped": float("nan")},
         {"noise_scale": 5.0, "noise_low": 9.0, "noise_high": 9e99},
@@ -299,5 +299,5 @@ def test_updates_without_any_number_to_draw_are_an_error_too(tmp_path):
 def test_numbers_and_texts_of_any_kind_are_drawn(tmp_path, change):
     """Huge, zero, negative and missing numbers; texts that look like formulas."""
     lines = [full_line(1), {**full_line(2), **change}, full_line(3)]
-    path = log(tmp_path / "a$b$_{c.jsonl", lines)
+    path = log(tmp_path / "a$_{$b.jsonl", lines)
     assert report(path).read_bytes().startswith(PNG)
