@@ -104,6 +104,7 @@ class Checkpointer:
             world_size=ranks.size,
             token=self._store.token() if self._store else None,
             background=background,
+            timeout=self._store.timeout if self._store else 600.0,
         )
         self._source: Path | None = None
         self._resumed = False
@@ -208,7 +209,19 @@ class Checkpointer:
         return last
 
     def close(self) -> None:
-        """Wait, and let go of the Accumulator and of the signals. Closing twice is fine."""
+        """Wait, and let go of the Accumulator and of the signals. Closing twice is fine.
+
+        On several ranks rank 0, which serves the process group's store, waits until the others have
+        closed theirs, for a minute at most.
+        """
+        self._close()
+        if self._store is not None:
+            try:
+                self._store.leave()
+            except RuntimeError as error:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def _close(self) -> None:
         accum = self._accum
         self._policy.signals.restore()
         if accum._keeper is self:
@@ -229,7 +242,13 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self._close()  # and don't wait for other ranks, which may have ended with an error too
+        except Exception as failure:
+            _note(error, f"and while the Checkpointer was closed: {failure}")
 
     # -- what accum.batches calls --------------------------------------------------------------
 
@@ -380,3 +399,11 @@ class Checkpointer:
                 f"or give another directory"
             )
         self._resumed = True
+
+
+def _note(error: BaseException, text: str) -> None:
+    """Let the traceback of `error` show `text` too."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif error.__context__ is None:  # Python 3.10
+        error.__context__ = RuntimeError(text)

@@ -22,12 +22,15 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from accumplug.parallel.group import DataParallelGroup
 
 LOOK = 0.05  # seconds between two looks at the store for what others ask; one costs about 0.1 ms
+LEAVING = 60.0  # seconds that rank 0 waits at the end for the others to end as well
 PATIENCE = 0.5  # seconds that a rank waits for the others at the end of a block, and 2 blocks more
 
 
@@ -41,15 +44,46 @@ class RankStore:
         members = dist.get_process_group_ranks(ranks.group)
         name = f"accumplug/{zlib.crc32(f'{directory} {members}'.encode()):08x}"
         built = store.add(f"{name}/{self.rank}", 1)  # the same on all ranks
+        self.timeout = _timeout_of(ranks.group)
+        """Seconds that a rank waits for another one, whatever for."""
         self._shared = 0
+        self._left = False
         self._store = dist.distributed_c10d.PrefixStore(f"{name}/{built}", store)
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
-    def get(self, key: str) -> str:
-        """The value of `key`, once a rank has set it."""
+    def get(self, key: str, rank: int) -> str:
+        """The value of `key`, once `rank` has set it.
+
+        Raises:
+            RuntimeError: it has not, within the group's timeout.
+        """
+        self.wait_until(lambda: [] if self.has(key) else [rank])
         return str(self._store.get(key).decode())
+
+    def wait_until(self, missing: Callable[[], list[int]], timeout: float | None = None) -> None:
+        """Wait until `missing`, the ranks that this one waits for, is empty.
+
+        Raises:
+            RuntimeError: it is not, within the group's timeout.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        deadline, pause = time.monotonic() + timeout, 0.001
+        while ranks := missing():
+            if time.monotonic() > deadline:
+                raise self.gave_up(ranks, timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def gave_up(self, ranks: list[int], timeout: float) -> RuntimeError:
+        """The error of a rank that has waited long enough."""
+        names = ", ".join(map(str, ranks))
+        return RuntimeError(
+            f"rank {self.rank} of {self.size} waited {timeout:g} s for rank {names} at a "
+            f"checkpoint; it has ended or hangs. A longer wait is a longer timeout of the process "
+            f"group (init_process_group(timeout=...))"
+        )
 
     def has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -64,13 +98,51 @@ class RankStore:
     def share(self, value: str) -> str:
         """The `value` of rank 0. All ranks call it in the same order."""
         self._shared += 1
+        key = f"shared/{self._shared}"
         if self.rank == 0:
-            self.set(f"shared/{self._shared}", value)
-        return self.get(f"shared/{self._shared}")
+            self.set(key, value)
+            others = range(1, self.size)
+            # Rank 0 serves the store: it must not end before the others have read.
+            self.wait_until(lambda: [r for r in others if not self.has(f"{key}/{r}")])
+        else:
+            value = self.get(key, 0)
+            self.set(f"{key}/{self.rank}", "read")
+        return value
+
+    def leave(self) -> None:
+        """This rank uses the store no more. Rank 0, which serves it, waits for the others to leave.
+
+        Raises:
+            RuntimeError: on rank 0: some have not left, after a while.
+        """
+        if self._left:
+            return
+        self._left = True
+        if self.rank:
+            try:
+                self.set(f"left/{self.rank}", "left")
+            except RuntimeError:  # rank 0 has ended
+                return
+        else:
+            others = range(1, self.size)
+            self.wait_until(
+                lambda: [r for r in others if not self.has(f"left/{r}")],
+                min(self.timeout, LEAVING),
+            )
 
     def token(self) -> str:
         """A word that is the same on all ranks and new in each run."""
         return self.share(secrets.token_hex(8))
+
+
+def _timeout_of(group: Any) -> float:
+    """Seconds after which a collective of `group` fails."""
+    group = dist.group.WORLD if group is None else group
+    cpu = "cpu" in dist.get_backend_config(group)
+    device = torch.device("cpu") if cpu else torch.accelerator.current_accelerator()
+    # torch 2.13: no public name gives the timeout of a group
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    return seconds
 
 
 class SaveCounts:
@@ -100,14 +172,20 @@ class SaveCounts:
         Returns whether all ranks have reached it; False as soon as `meanwhile()` is true.
         """
         others = [rank for rank in range(self._store.size) if rank != self._store.rank]
+        before: list[tuple[int, int]] = []
+        deadline = 0.0
         while others:
             told = [self._read(rank) for rank in others]
+            if told != before:
+                before, deadline = told, time.monotonic() + self._store.timeout
             if max(saves for _, saves in told) > self.saves:
                 save()
                 continue
             others = [r for r, (met, _) in zip(others, told, strict=True) if met <= self._passed]
             if others and meanwhile():
                 return False
+            if others and time.monotonic() > deadline:
+                raise self._store.gave_up(others, self._store.timeout)
             if others:
                 time.sleep(0.002)
         return True
@@ -122,7 +200,7 @@ class SaveCounts:
         self._store.set(f"saves/{self._store.rank}", f"{met} {self.saves}")
 
     def _read(self, rank: int) -> tuple[int, int]:
-        met, saves = self._store.get(f"saves/{rank}").split()
+        met, saves = self._store.get(f"saves/{rank}", rank).split()
         return int(met), int(saves)
 
 
@@ -158,7 +236,7 @@ class SharedRequest:
         if self.known is None and (meets or now - self._looked >= LOOK):
             self._looked = now
             if self._store.has(f"ask/{self._done}"):
-                self.known = self._store.get(f"ask/{self._done}")
+                self.known = self._store.get(f"ask/{self._done}", 0)
         if self.known is None:
             return False
         if self.target is None:
@@ -178,7 +256,7 @@ class SharedRequest:
             at = f"{self._done}/{self._round}"
             if not self._store.has(f"verdict/{at}"):
                 break
-            if self._store.get(f"verdict/{at}") == "all":
+            if self._store.get(f"verdict/{at}", 0) == "all":
                 break
             self._round += 1  # a rank stopped waiting before this one came
         self._store.set(f"place/{at}/{self._store.rank}", f"{index} {saves}")
@@ -187,13 +265,13 @@ class SharedRequest:
             verdict = self._store.first(f"verdict/{at}", "all")
         while not verdict:
             if self._store.has(f"verdict/{at}"):
-                verdict = self._store.get(f"verdict/{at}")
+                verdict = self._store.get(f"verdict/{at}", 0)
             elif time.monotonic() > deadline:
                 verdict = self._store.first(f"verdict/{at}", "not all")
             else:
                 time.sleep(0.002)
         if verdict == "all":
-            places = [self._store.get(f"place/{at}/{rank}") for rank in range(self._store.size)]
+            places = [self._store.get(f"place/{at}/{r}", r) for r in range(self._store.size)]
             self.target, self.saves = (
                 max(numbers) for numbers in zip(*(map(int, p.split()) for p in places), strict=True)
             )

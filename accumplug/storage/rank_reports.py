@@ -6,6 +6,7 @@ loop would get mixed up with its own. All ranks see the directory anyway.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from accumplug.storage.files import FileEntry, fsync_directory
 from accumplug.storage.json import dump_json, parse_json
+
+GRACE = 30.0  # seconds that rank 0 waits for the others when its own program has ended
 
 
 def report_files(work: Path, rank: int, files: dict[str, FileEntry]) -> None:
@@ -46,8 +49,11 @@ def collect_reports(work: Path, world_size: int, timeout: float) -> list[dict[st
     """
     missing = list(range(1, world_size))
     reports = []
-    deadline = time.monotonic() + timeout
+    deadline, is_ending = time.monotonic() + timeout, False
     while missing:
+        if not is_ending and not threading.main_thread().is_alive():
+            # The program has ended but for this thread: its launcher may have ended the others.
+            is_ending, deadline = True, min(deadline, time.monotonic() + GRACE)
         path = _path_of(work, missing[0])
         if path.exists():
             report = parse_json(path.read_bytes(), path)

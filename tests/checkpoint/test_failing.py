@@ -213,3 +213,19 @@ def test_after_an_interrupted_save_the_next_one_has_the_weights_of_its_own_momen
     with resumed.checkpoints(tmp_path) as checkpoint:
         checkpoint.resume()
         assert difference(resumed.state()["model"], expected) is None
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_loops_own_exception_is_not_replaced_by_that_of_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """It says in a note that the checkpoint was not written either."""
+    run = Run(Setup())
+    Full(monkeypatch, 1, 99, seconds=0.1)
+    checkpoint = run.checkpoints(tmp_path, every=1, background=background)
+    with pytest.raises(KeyError, match="mine") as caught, checkpoint:
+        run.train(until=1)
+        raise KeyError("mine")
+    notes = getattr(caught.value, "__notes__", [f"{caught.value.__context__}"])
+    assert "No space left on device" in notes[0]
+    assert run.accum._keeper is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from accumplug import Accumulator, Checkpointer
+from accumplug.checkpoint import coordination
+from accumplug.checkpoint.coordination import LOOK, SaveCounts
 from accumplug.storage.layout import list_checkpoints
 
 STEPS = 3
@@ -112,13 +113,9 @@ class Run:
         self,
         checkpoint: Checkpointer | None,
         signal_at: tuple[int, int] | None = None,
-        signal_after: tuple[int, float] | None = None,
         pause: float = 0.0,
     ) -> None:
-        """Go on to the end. `signal_at`: a rank, and its micro-batch in which it gets a signal;
-        `signal_after`: a rank, and the seconds after which it does."""
-        if signal_after is not None and signal_after[0] == self.rank:
-            threading.Timer(signal_after[1], os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        """Go on to the end. `signal_at`: a rank, and its micro-batch in which it gets a signal."""
         weigh = {"weigh": lambda item: float(len(item[0]))} if self.setup.weigh else {}
         for epoch in range(self.accum.epoch, self.setup.epochs):
             if self.sampler is not None:
@@ -220,3 +217,36 @@ def interrupted_in_the_last_meeting(rank: int, directory: Path) -> tuple[bool, i
     with Checkpointer(directory, run.accum, every=1, **options) as checkpoint:
         run.train(checkpoint)
         return checkpoint.interrupted, run.accum.pending
+
+
+def signalled_while_it_waits(rank: int, directory: Path) -> Told:
+    """Rank 1 gets a signal when it waits, with its only micro-batch, for the saves of rank 0, which
+    ends its first micro-batch once it is asked to stop."""
+    run, waits = Run(rank, Setup(sizes=(3, 1)), 1), SaveCounts.catch_up
+    options: dict[str, Any] = {"every": 1, "keep": 99, "signals": (signal.SIGUSR1,)}
+    checkpoint = Checkpointer(directory, run.accum, model=run.model, loader=run.loader, **options)
+    calls: list[int] = []
+    store = checkpoint._store
+    assert store is not None
+
+    def asked_first(*_: Any) -> None:
+        store.set("first", "runs")
+        while not store.has("ask/0"):
+            time.sleep(0.01)
+        time.sleep(2 * LOOK)  # so that it looks when the block ends
+
+    def signalled(counts: SaveCounts, *arguments: Any) -> bool:
+        calls.append(1)  # the first one is at the start of the pass
+        if len(calls) == 2:
+            while not store.has("first"):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return waits(counts, *arguments)
+
+    patient = mock.patch.object(coordination, "PATIENCE", 20.0)
+    catching_up = mock.patch.object(SaveCounts, "catch_up", signalled if rank else waits)
+    with checkpoint, patient, catching_up:
+        if rank == 0:
+            run.net.register_forward_hook(asked_first)  # behind DDP's broadcast of buffers
+        run.train(checkpoint)
+        return Told(run.state(), run.seen, checkpoint.interrupted, [], ())

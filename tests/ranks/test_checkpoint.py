@@ -24,6 +24,7 @@ from .checkpointing import (
     found_when_interrupted,
     interrupted_in_the_last_meeting,
     part,
+    signalled_while_it_waits,
 )
 from .harness import Ranks
 
@@ -159,8 +160,7 @@ def test_a_rank_that_waits_for_the_others_stops_with_as_many_saves_as_they_make(
     saves once more before it hears of that, and would wait for a save that nobody makes."""
     setup = Setup(sizes=(3, 1))
     quiet = ranks.run(2, part, setup, None)
-    options = {"signals": (signal.SIGUSR1,), **EACH}
-    first = ranks.run(2, part, setup, tmp_path, options=options, signal_after=(1, 0.2), pause=0.4)
+    first = ranks.run(2, signalled_while_it_waits, tmp_path)
     assert [told.interrupted for told in first] == [True, True]
     assert [len(told.seen) for told in first] == [1, 0]
     rest = ranks.run(2, part, setup, tmp_path, seed=55, resume=True)
