@@ -8,7 +8,8 @@
 Training: an `Accumulator` owns the window, the micro-batches of one update. Its blocks yield a
 `MicroBatch`; `accum.last` is the `WindowResult` of the last closed window, and
 `accum.inplace_report()` an `InplaceReport`. A `Checkpointer` saves at any micro-batch and resumes
-at a `Position`. `TornWindowError`, `NonFiniteError` and `CheckpointError` are its errors.
+at a `Position`. The errors are `TornWindowError`, `NonFiniteError`, `CheckpointError` with
+`DamagedCheckpointError`, and `MovedError` where a version of torch is unknown.
 
 Proof: `equivalence_check` compares one large batch with its micro-batches on any model and
 returns an `EquivalenceResult` of `Difference` values. `train_one_optimizer_step` returns a
@@ -39,6 +40,8 @@ from accumplug.checkpoint.checkpointer import Checkpointer as Checkpointer
 from accumplug.checkpoint.load import Position as Position
 from accumplug.core.result import WindowResult as WindowResult
 from accumplug.errors import CheckpointError as CheckpointError
+from accumplug.errors import DamagedCheckpointError as DamagedCheckpointError
+from accumplug.errors import MovedError as MovedError
 from accumplug.errors import NonFiniteError as NonFiniteError
 from accumplug.errors import TornWindowError as TornWindowError
 from accumplug.inplace import InplaceReport as InplaceReport
@@ -53,10 +56,12 @@ __all__ = [
     "Checkpointer",
     "Curve",
     "CurveRow",
+    "DamagedCheckpointError",
     "Difference",
     "EquivalenceResult",
     "InplaceReport",
     "MicroBatch",
+    "MovedError",
     "NoiseEstimate",
     "NoiseScale",
     "NoiseSchedule",

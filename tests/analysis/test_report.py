@@ -294,7 +294,7 @@ def test_updates_without_any_number_to_draw_are_an_error_too(tmp_path):
         {"stepped": False, "skipped": float("nan")},
         {"noise_scale": 5.0, "noise_low": 9.0, "noise_high": 9e99},
     ],
-    ids=str,
+    ids=itertools.count(),
 )
 def test_numbers_and_texts_of_any_kind_are_drawn(tmp_path, change):
     """Huge, zero, negative and missing numbers; texts that look like formulas."""
