@@ -9,6 +9,9 @@ from dataclasses import dataclass
 __all__ = ["ScaledLearningRate", "largest_micro_batch", "plan", "scale_learning_rate"]
 
 
+LARGEST = 10**12  # items; its divisors are found in a fraction of a second
+
+
 def plan(effective_batch: int, micro_batch: int, world_size: int = 1) -> int:
     """Return the steps (micro-batches per window and rank) that make up `effective_batch` items.
 
@@ -37,8 +40,8 @@ def plan(effective_batch: int, micro_batch: int, world_size: int = 1) -> int:
 def _check_size(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 1 <= value <= LARGEST:
+        raise ValueError(f"{name} must be at least 1 and at most {LARGEST:.0e}, got {value}")
 
 
 def _does_not_divide(effective_batch: int, micro_batch: int, world_size: int) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.amp import GradScaler
@@ -25,6 +26,7 @@ __all__ = ["Losses", "StepResult", "SyncCounter", "sync_counter", "train_one_opt
 
 Loss: TypeAlias = Callable[..., Tensor] | nn.Module
 Losses: TypeAlias = Loss | Mapping[str, Loss]
+IGNORED = -100  # the default ignore_index of torch's losses
 
 
 def call_loss(loss_fn: Losses, model: nn.Module, batch: Batch) -> Tensor:
@@ -71,6 +73,26 @@ def is_criterion(loss_fn: Losses) -> bool:
     inner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = getattr(inner, "__module__", "") == "torch.nn.functional"
     return isinstance(loss_fn, nn.Module) or of_torch
+
+
+def ignored_label(loss_fn: Losses) -> int | None:
+    """Return the label that a criterion of torch ignores, and None for any other loss."""
+    if isinstance(loss_fn, partial):
+        options = loss_fn.keywords
+        return options.get("ignore_index", ignored_label(loss_fn.func))
+    if loss_fn in (F.cross_entropy, F.nll_loss):
+        return IGNORED
+    label = getattr(loss_fn, "ignore_index", None)
+    return label if isinstance(label, int) else None
+
+
+def _count_items(loss_fn: Losses, batch: Batch) -> float:
+    """Count the targets that a criterion does not ignore, or the rows for any other loss."""
+    ignored = None if isinstance(loss_fn, Mapping) else ignored_label(loss_fn)
+    if ignored is None or not isinstance(batch, list | tuple) or len(batch) != 2:
+        return items_in(batch)
+    targets = batch[1]
+    return items_in(batch) if targets.is_floating_point() else int((targets != ignored).sum())
 
 
 @dataclass
@@ -183,7 +205,7 @@ def train_one_optimizer_step(
     micro_batches: Sequence[Batch],
     loss_fn: Losses,
     *,
-    items: Callable[[Batch], float] = items_in,
+    items: Callable[[Batch], float] | None = None,
     max_grad_norm: float | None = None,
     scaler: GradScaler | None = None,
     find_unused_parameters: bool = False,
@@ -196,7 +218,8 @@ def train_one_optimizer_step(
         micro_batches: the micro-batches of the window.
         loss_fn: `loss_fn(model, micro_batch)`, a mean over the items of the micro-batch, or a
             criterion of torch for micro-batches that are (inputs, targets).
-        items: counts the items that the loss is a mean over; rows by default.
+        items: counts the items that the loss is a mean over. By default the rows, or, for a
+            criterion of torch that ignores a label (-100), the targets that it does not ignore.
         max_grad_norm: clip the gradient to this norm.
         scaler: a `torch.amp.GradScaler`, for fp16.
         find_unused_parameters: for a bare model with parameters that the loss does not reach.
@@ -213,7 +236,8 @@ def train_one_optimizer_step(
             len(micro_batches), optimizer=optimizer, max_grad_norm=max_grad_norm, scaler=scaler
         )
         for micro_batch in micro_batches:
-            with accum(counter.model, weight=items(micro_batch)):
+            weight = items(micro_batch) if items else _count_items(loss_fn, micro_batch)
+            with accum(counter.model, weight=weight):
                 accum.backward(call_loss(loss_fn, counter.model, micro_batch))
         last = accum.last
     assert last is not None

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from accumplug.analysis.batch_tree import Batch, cut, items_in, leaves
 from accumplug.analysis.comparison import Case, Split
+from accumplug.analysis.sync_counter import IGNORED, ignored_label
 
 __all__ = ["find_items"]
 
-IGNORED = -100  # the default ignore_index of torch's losses
 Count = Callable[[Batch], float]
 
 
@@ -44,12 +44,8 @@ def find_items(case: Case, splits: Sequence[Split]) -> tuple[Count, str | None]:
 
 
 def _ignored_label(case: Case) -> int:
-    for loss in case.losses.values():
-        if isinstance(loss, partial) and "ignore_index" in loss.keywords:
-            return int(loss.keywords["ignore_index"])
-        if isinstance(label := getattr(loss, "ignore_index", None), int):
-            return label
-    return IGNORED
+    labels = (ignored_label(loss) for loss in case.losses.values())
+    return next((label for label in labels if label is not None), IGNORED)
 
 
 def _that_fit(case: Case, splits: Sequence[Split], counts: Sequence[Count]) -> Iterator[Count]:

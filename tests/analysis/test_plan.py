@@ -54,9 +54,18 @@ def test_only_integers_of_at_least_one_are_accepted(name):
     for bad in (2.5, True, "8", None, [8]):
         with pytest.raises(TypeError, match=f"^{name} must be an int, got {re.escape(repr(bad))}"):
             plan(**{**sizes, name: bad})
-    for bad in (0, -8):
-        with pytest.raises(ValueError, match=f"^{name} must be at least 1, got {bad}"):
+    for bad in (0, -8, 10**12 + 1, 10**30):
+        with pytest.raises(
+            ValueError, match=f"^{name} must be at least 1 and at most .*, got {bad}"
+        ):
             plan(**{**sizes, name: bad})
+
+
+def test_the_largest_sizes_are_answered_at_once():
+    """The nearest divisors of 10^12 - 1, and of the prime below it."""
+    for effective in (10**12 - 1, 999_999_999_989):
+        with pytest.raises(ValueError, match="nearest micro-batches: "):
+            plan(effective, 8)
 
 
 def test_learning_rate_scales_by_the_factor_and_by_its_root():

@@ -1,10 +1,12 @@
 """What the counter promises: the reductions that ran, seen where they run; and one window."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
@@ -166,6 +168,52 @@ def test_weights_and_clipping_are_handed_on():
         (a - b).detach() for a, b in zip(model.parameters(), reference.parameters(), strict=True)
     ]
     assert float(torch.cat([m.flatten() for m in moved]).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+@pytest.mark.parametrize("functional", [False, True])
+def test_targets_that_a_criterion_ignores_are_not_counted(ignored, functional):
+    """Weights after the step are those of plain torch on all targets; one piece has none."""
+    model, micro_batches = setup(sizes=(3, 3, 6))
+    for targets in (micro_batches[0][1], micro_batches[1][1][:2]):
+        targets[:] = ignored
+    loss = nn.CrossEntropyLoss(ignore_index=ignored)
+    if functional:
+        loss = functools.partial(F.cross_entropy, ignore_index=ignored)
+        loss = F.cross_entropy if ignored == -100 else loss
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train_one_optimizer_step(model, optimizer, micro_batches, loss)
+    inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    loss(reference(inputs), targets).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.5).step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_targets_that_are_probabilities_count_as_rows():
+    """cross_entropy takes them too, and ignores none."""
+    model, micro_batches = setup(sizes=(2, 10))
+    micro_batches = [(x, F.one_hot(y, 3).float()) for x, y in micro_batches]
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = train_one_optimizer_step(model, optimizer, micro_batches, F.cross_entropy)
+    inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    whole = float(F.cross_entropy(reference(inputs), targets).detach())
+    assert step.loss == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": torch.ones(2, 6)}, (torch.ones(2, 6),), [torch.ones(2)] * 3]
+)
+def test_a_criterion_needs_pairs_and_says_so(batch):
+    """Whatever came in their place."""
+    model, _ = setup()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"needs a batch that is a pair \(inputs, targets\), got a"
+    ):
+        train_one_optimizer_step(model, optimizer, [batch], CRITERION)
 
 
 def test_a_step_without_micro_batches_is_refused():

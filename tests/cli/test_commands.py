@@ -201,9 +201,15 @@ def test_check_answers_on_ones_own_model(parts, capsys, arguments, code, said):
         (["plan", "100", "8"], "nearest effective batches: 96"),
         (["plan", "64"], "give either a micro-batch or --fit"),
         (["plan", "64", "8", "--fit", "my_parts:five"], "give either a micro-batch or --fit"),
-        (["plan", "64", "8", "--world-size", "0"], "world_size must be at least 1, got 0"),
-        (["plan", "0", "8"], "effective_batch must be at least 1, got 0"),
-        (["plan", "0", "--fit", "my_parts:five"], "effective_batch must be at least 1, got 0"),
+        (
+            ["plan", "64", "8", "--world-size", "0"],
+            "world_size must be at least 1 and at most 1e+12, got 0",
+        ),
+        (["plan", "0", "8"], "effective_batch must be at least 1 and at most 1e+12, got 0"),
+        (
+            ["plan", "0", "--fit", "my_parts:five"],
+            "effective_batch must be at least 1 and at most 1e+12, got 0",
+        ),
         (["plan", "8", "--fit", "my_parts:five", "--world-size", "0"], "world_size must be at l"),
         (["plan", "8", "8", "--lr", "nan"], "lr must be a number above 0, got nan"),
         (["check", "my_parts:empty"], "at least 2 items to split, got 0"),
@@ -216,7 +222,7 @@ def test_check_answers_on_ones_own_model(parts, capsys, arguments, code, said):
         (["plan", "64", "8", "--lr", "-1"], "lr must be a number above 0, got -1.0"),
         (
             ["plan", "64", "8", "--lr", "1", "--tuned-batch", "-8"],
-            "tuned_batch must be at least 1, got -8",
+            "tuned_batch must be at least 1 and at most 1e+12, got -8",
         ),
         (["check", "my_parts"], "'my_parts' is not of the form module:function"),
         (["check", "nowhere.at.all:parts"], "there is no module nowhere.at.all"),
