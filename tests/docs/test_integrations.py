@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -27,7 +26,6 @@ ACCELERATE = Document("docs/integrations/accelerate.md")
 PYTORCH = Document("docs/integrations/pytorch.md")
 FSDP2 = Document("docs/integrations/fsdp2.md")
 TRANSFORMERS = Document("docs/integrations/transformers.md")
-LIGHTNING = Document("docs/integrations/lightning.md")
 
 
 def test_accelerate_has_the_bits_of_the_loop_before_in_full_windows():
@@ -261,24 +259,3 @@ def test_transformers_in_a_plain_loop_train_on_the_mean_over_all_target_tokens()
     found = TRANSFORMERS.run("A plain loop with your own loss", 0, model=model, **names)
     assert found["accum"].updates == 2
     assert apart(model, trained_on_texts(0.1, 1.0)) < 1e-6
-
-
-def test_lightning_fabric_needs_no_change_of_the_loop():
-    """The shown loop is Python; where Fabric is installed it trains as plain torch does."""
-    assert LIGHTNING.find("Fabric").code()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what Fabric imports
-        module = pytest.importorskip("lightning_fabric", reason="Lightning Fabric is not installed")
-        start, loader = network(torch.float32), DataLoader(rows(), 2)
-        expected = trained(start, list(loader), 4, clip=1.0)
-        names = LIGHTNING.run(
-            "Fabric",
-            0,
-            **COMMON,
-            Fabric=lambda: module.Fabric(accelerator="cpu", devices=1),
-            model=start,
-            optimizer=SGD(start.parameters(), lr=0.1),
-            loader=loader,
-        )
-    assert names["accum"].updates == 3
-    assert apart(start, expected) < 1e-6
