@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from accumplug.errors import NonFiniteError
+from accumplug.errors import MovedError, NonFiniteError
 from accumplug.parallel.fsdp import local, whole
 
 
@@ -170,9 +170,16 @@ def has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _states(scaler: Any) -> Any:
-    # torch 2.13, torch/amp/grad_scaler.py: {id(optimizer): {"stage", "found_inf_per_device"}}.
+    # torch/amp/grad_scaler.py: {id(optimizer): {"stage", "found_inf_per_device"}}.
     # Reading the flags here instead of in scaler.step() saves a wait for the device.
-    return getattr(scaler, "_per_optimizer_states", None)
+    return _private(scaler, "_per_optimizer_states", "its flags and whether it has unscaled")
+
+
+def _private(scaler: Any, name: str, purpose: str) -> Any:
+    """A field of a GradScaler; None for a scaler of another kind."""
+    if isinstance(scaler, torch.amp.GradScaler) and not hasattr(scaler, name):
+        raise MovedError(f"GradScaler.{name}", purpose)
+    return getattr(scaler, name, None)
 
 
 def _found_inf(scaler: Any, optimizer: Optimizer, like: Tensor) -> Tensor:
@@ -187,7 +194,7 @@ def _found_inf(scaler: Any, optimizer: Optimizer, like: Tensor) -> Tensor:
 
 def scale_state(scaler: Any) -> object:
     """Differs if the scale of `scaler` has been changed; not read from the device."""
-    scale = getattr(scaler, "_scale", None)
+    scale = _private(scaler, "_scale", "noticing a change of the scale inside of a window")
     return (id(scale), scale._version) if isinstance(scale, Tensor) else None
 
 

@@ -12,7 +12,8 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
 from accumplug import Accumulator, NonFiniteError, TornWindowError
-from accumplug.core.optimizer_step import take_update, total_norm, unscaled
+from accumplug.core.optimizer_step import scale_state, take_update, total_norm, unscaled
+from accumplug.errors import MovedError
 
 
 def one(start=0.0):
@@ -331,3 +332,15 @@ def test_a_scaler_between_unscale_and_update_is_known():
     scaler.update()
     assert not unscaled(scaler)
     assert not unscaled(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"), [("_per_optimizer_states", unscaled), ("_scale", scale_state)]
+)
+def test_a_scaler_that_has_lost_a_field_is_named(name, reads):
+    """Else a step could be taken on infinities, or a torn window not be noticed."""
+    scaler = torch.amp.GradScaler("cpu")
+    delattr(scaler, name)
+    with pytest.raises(MovedError, match=f"torch .* moved GradScaler.{name}"):
+        reads(scaler)
+    assert not reads(object())  # another kind of scaler has none

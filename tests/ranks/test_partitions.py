@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from versions import SYNC_BUFFERS
 
 from accumplug import Accumulator
 
@@ -67,8 +68,8 @@ def train(rank: int, case: Case) -> tuple[list[Gradients], list[Tensor], tuple[i
     ddp = DistributedDataParallel(
         Model(),
         find_unused_parameters=True,
-        forward_sync_buffers=case.buffers,
         gradient_as_bucket_view=case.bucket_view,
+        **{SYNC_BUFFERS: case.buffers},
     )
     accum = Accumulator(case.steps, optimizer=sgd(ddp.parameters()), sync=case.sync)
     seen: list[Gradients] = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from versions import SYNC_BUFFERS
 
 from accumplug import Accumulator
 
@@ -72,7 +73,7 @@ def with_options(rank: int, wrap_with: dict[str, Any]) -> Trained:
         {"gradient_as_bucket_view": True},
         {"find_unused_parameters": True},
         {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-        {"forward_sync_buffers": False},
+        {SYNC_BUFFERS: False},
         {"bucket_cap_mb": 1e-6},
         {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True},
     ],
