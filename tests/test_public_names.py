@@ -52,6 +52,8 @@ def classes_in(annotation):
     """Yield the classes of an annotation, whatever it is nested in."""
     if inspect.isclass(annotation) and not isinstance(annotation, types.GenericAlias):
         yield annotation
+    if inspect.isclass(origin := typing.get_origin(annotation)):
+        yield origin
     for argument in typing.get_args(annotation):
         for inner in argument if isinstance(argument, list) else [argument]:
             yield from classes_in(inner)

@@ -63,8 +63,9 @@ class Bench:
         self._batches = itertools.cycle(self.micro_batches)
         self._clock = Clock(next(self.model.parameters()).device)
         bare = self.given is self.model
+        device = next(self.model.parameters()).device
         self._find_unused = bare and _on_any_rank(
-            leaves_out_parameters(self.model, self.micro_batches, self.loss_fn)
+            leaves_out_parameters(self.model, self.micro_batches, self.loss_fn), device
         )
 
     def measure(self, steps: int, updates: int, optimizer: Optimizer) -> Measurement:
@@ -136,12 +137,13 @@ def leaves_out_parameters(
     return False
 
 
-def _on_any_rank(here: bool) -> bool:
+def _on_any_rank(here: bool, device: torch.device) -> bool:
+    """Say whether it is so on any rank; `device` is the model's, on which the ranks reduce."""
     if not dist.is_initialized():
         return here
-    found: list[bool] = [here] * dist.get_world_size()
-    dist.all_gather_object(found, here)
-    return any(found)
+    found = torch.tensor(float(here), device=device)
+    dist.all_reduce(found)
+    return bool(found)
 
 
 def noise_between(
