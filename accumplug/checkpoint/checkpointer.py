@@ -190,7 +190,7 @@ class Checkpointer:
         self._source = path
         if found.checkpoint.manifest.format == FORMAT:  # else nothing of it is linked
             self._snapshot.is_saved(found.checkpoint.manifest.world_size)
-        self._writer.files = dict(found.checkpoint.manifest.files)
+        self._writer.resume_from(found.checkpoint.manifest.files)
         self._saved_at = self._here()
         return Position(
             update=accum.updates,
@@ -331,6 +331,7 @@ class Checkpointer:
         self._saved_at = None
 
     def _raise_failed(self) -> None:
+        self._writer.warn()
         error, self._failed = self._failed, None
         if error is not None:
             raise error

@@ -41,6 +41,8 @@ class Snapshot:
         self._fingerprints: dict[str, Fingerprint] = {}
         self._held: dict[str, Encoded] = {}
         self._tree: Any = None
+        self._unchecked: set[str] = set()
+        """Parts that another process has written, until they are linked for the first time."""
 
     def take(self, source: Path | None, more: State) -> Job:
         """The next save, with `more` in this rank's part.
@@ -65,10 +67,12 @@ class Snapshot:
             again = self._shards(parts)
         elif self._rank == 0:
             for name, fingerprint, get in self._linkable_parts():
-                if source is not None and self._fingerprints.get(name) == fingerprint:
+                same = source is not None and self._fingerprints.get(name) == fingerprint
+                if same and name not in self._unchecked:
                     link.append(name)
                     continue
-                parts[name] = self._copied(name, encode(get(), name))
+                (again if same else parts)[name] = self._copied(name, encode(get(), name))
+                self._unchecked.discard(name)
                 self._fingerprints[name] = fingerprint
         return Job(self._position(), parts, tuple(link), source if link else None, again)
 
@@ -77,6 +81,7 @@ class Snapshot:
         if self._train_state.is_sharded and ranks != self._accum._ranks.size:
             return  # cut into other pieces
         self._fingerprints = {name: fingerprint for name, fingerprint, _ in self._linkable_parts()}
+        self._unchecked = set(self._fingerprints)
 
     def forget(self) -> None:
         """The last `take` has become no checkpoint."""

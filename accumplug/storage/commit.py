@@ -4,7 +4,8 @@ All files are written into a temporary directory beside the checkpoints. Each fi
 manifest comes last, the directory is fsynced and renamed, and the directory above is fsynced. A
 process that dies at any point leaves the older checkpoints as they were, and a temporary directory
 that the next writer removes. An old checkpoint is removed only after that, and renamed first, so
-that it is never incomplete under its name.
+that it is never incomplete under its name. Where directories can't be renamed a checkpoint is
+copied to its name, its manifest last: one without a manifest is not read.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accumplug.errors import CheckpointError
 from accumplug.storage.codec import Encoded
-from accumplug.storage.files import FileEntry, check_size, fsync_directory, opened, write_file
+from accumplug.storage.files import (
+    UNSUPPORTED,
+    FileEntry,
+    check_size,
+    fsync,
+    fsync_directory,
+    opened,
+    verify_file,
+    write_file,
+)
 from accumplug.storage.json import MAX_JSON, dump_json
 from accumplug.storage.layout import Checkpoint, list_checkpoints, open_checkpoint
 from accumplug.storage.manifest import MANIFEST, PART, Manifest, check_position, name_of
 from accumplug.storage.rank_reports import collect_reports, report_failure, report_files
-from accumplug.storage.retention import WRITING, remove_older
+from accumplug.storage.retention import WRITING
 from accumplug.storage.safetensors_io import write_tensors
 
 TOKEN = re.compile(r"[A-Za-z0-9]{1,64}", re.ASCII)
@@ -85,14 +95,21 @@ class Destination:
 
 
 def write(
-    to: Destination, job: Job, number: int, written: dict[str, FileEntry] | None = None
+    to: Destination,
+    job: Job,
+    number: int,
+    written: dict[str, FileEntry] | None = None,
+    unchecked: set[str] | None = None,
 ) -> Path | None:
     """Writes this rank's files of save `number`; rank 0 then makes a checkpoint of all files.
 
     Rank 0 returns the path of the whole checkpoint; the others None once their files are on disk.
     `written`: the files that this rank has written so far, by name; it is brought up to date.
+    `unchecked`: those of them that are read and checked before they are linked, as another process
+    has written them.
     """
     written = {} if written is None else written
+    unchecked = set() if unchecked is None else unchecked
     work = _work(to, number)
     _make(to.directory)
     work.mkdir(exist_ok=to.world_size > 1)
@@ -100,8 +117,9 @@ def write(
         own = _write_parts(work, job.parts)
         if job.unchanged:
             _await_decision(_work(to, number - 1))
-            own |= _link_or_write(to, work, job, written)
+            own |= _link_or_write(to, work, job, written, unchecked)
         written |= own
+        unchecked -= own.keys()
         if to.rank:
             report_files(work, to.rank, own)
             return None
@@ -113,7 +131,6 @@ def write(
         else:
             shutil.rmtree(work, ignore_errors=True)
         raise
-    remove_older(to.directory, target, to.keep, to.token)
     return target
 
 
@@ -149,7 +166,11 @@ def _write_parts(work: Path, parts: Mapping[str, Encoded]) -> dict[str, FileEntr
 
 
 def _link_or_write(
-    to: Destination, work: Path, job: Job, written: Mapping[str, FileEntry]
+    to: Destination,
+    work: Path,
+    job: Job,
+    written: Mapping[str, FileEntry],
+    unchecked: Collection[str],
 ) -> dict[str, FileEntry]:
     """Links unchanged parts of this rank from the newest checkpoint that has the same files."""
     sources = []
@@ -161,12 +182,16 @@ def _link_or_write(
     files: dict[str, FileEntry] = {}
     for part, encoded in job.unchanged.items():
         same = {n: written[n] for n in (f"{part}.json", f"{part}.safetensors") if n in written}
-        files |= _find_and_link(sources, work, same) or _write_parts(work, {part: encoded})
+        linked = _find_and_link(sources, work, same, unchecked)
+        files |= linked or _write_parts(work, {part: encoded})
     return files
 
 
 def _find_and_link(
-    sources: Iterable[Checkpoint], work: Path, files: Mapping[str, FileEntry]
+    sources: Iterable[Checkpoint],
+    work: Path,
+    files: Mapping[str, FileEntry],
+    unchecked: Collection[str],
 ) -> dict[str, FileEntry]:
     """Links `files` from the first source that has all of them, with these checksums."""
     for source in sources:
@@ -175,8 +200,10 @@ def _find_and_link(
         try:
             for name, entry in files.items():
                 _link_or_copy(source.path / name, work / name, entry)
+                if name in unchecked:
+                    verify_file(work / name, entry)
             return dict(files)
-        except (OSError, CheckpointError):  # rank 0 has just removed it
+        except (OSError, CheckpointError):  # damaged, or rank 0 has just removed it
             for name in files:
                 (work / name).unlink(missing_ok=True)
     return {}
@@ -204,9 +231,14 @@ def _link_or_copy(source: Path, target: Path, entry: FileEntry) -> None:
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links, or two file systems
-        shutil.copyfile(source, target)
-        with open(target, "rb+") as copy:
-            os.fsync(copy.fileno())
+        _copy(source, target, entry)
+
+
+def _copy(source: Path, target: Path, entry: FileEntry) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as copy:
+        fsync(copy.fileno())
+    verify_file(target, entry)
 
 
 def _commit(
@@ -221,9 +253,30 @@ def _commit(
     write_file(work / MANIFEST, [memoryview(manifest.dump())])
     fsync_directory(work)
     target = _free(to.directory, job)
-    work.rename(target)
+    try:
+        work.rename(target)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        _copy_all(work, target, manifest)
     fsync_directory(to.directory)
     return target
+
+
+def _copy_all(work: Path, target: Path, manifest: Manifest) -> None:
+    """Copies a checkpoint to its name where it can't be renamed."""
+    target.mkdir()
+    try:
+        for name, entry in manifest.files.items():
+            _copy(work / name, target / name, entry)
+        fsync_directory(target)
+        write_file(target / MANIFEST, [memoryview(manifest.dump())])
+        fsync_directory(target)
+    except BaseException:
+        (target / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _free(directory: Path, job: Job) -> Path:

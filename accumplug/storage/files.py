@@ -30,6 +30,10 @@ from accumplug.errors import CheckpointError, DamagedCheckpointError
 
 BLOCK = 4 << 20
 ROW = 4096
+UNSUPPORTED = frozenset(
+    (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EXDEV)
+)
+"""What file systems answer to a call that they don't have."""
 THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -59,7 +63,7 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
             sums.append(checksum(block))
             _write_all(file, block)
             size += len(block)
-        os.fsync(file)
+        fsync(file)
     finally:
         os.close(file)
     return FileEntry(size, "".join(sums))
@@ -92,11 +96,30 @@ def _write_all(file: int, part: memoryview) -> None:
         part = part[os.write(file, part) :]
 
 
-def fsync_directory(path: Path) -> None:
-    """Makes the names in a directory durable: a file's own fsync does not cover its name."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def fsync(file: int) -> bool:
+    """Waits until the disk has a file; False where the file system refuses to be asked."""
     try:
-        os.fsync(directory)
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def fsync_directory(path: Path) -> bool:
+    """Makes the names in a directory durable: a file's own fsync does not cover its name.
+
+    False where the file system refuses that, as some network file systems do.
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.EACCES, errno.EISDIR):
+            raise
+        return False
+    try:
+        return fsync(directory)
     finally:
         os.close(directory)
 

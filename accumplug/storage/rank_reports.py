@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accumplug.storage.files import FileEntry, fsync_directory
+from accumplug.errors import CheckpointError
+from accumplug.storage.files import UNSUPPORTED, FileEntry, fsync_directory
 from accumplug.storage.json import dump_json, parse_json
 
 GRACE = 30.0  # seconds that rank 0 waits for the others when its own program has ended
@@ -35,11 +36,26 @@ def report_failure(work: Path, rank: int, error: BaseException) -> None:
 def _put(work: Path, rank: int, report: Any) -> None:
     path = _path_of(work, rank)
     path.with_suffix(".new").write_bytes(dump_json(report))
-    path.with_suffix(".new").replace(path)  # rank 0 sees it whole or not at all
+    try:
+        path.with_suffix(".new").replace(path)  # rank 0 sees it whole or not at all
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        path.write_bytes(dump_json(report))
 
 
 def _path_of(work: Path, rank: int) -> Path:
     return work / f".rank-{rank:06d}"
+
+
+def _get(path: Path) -> Any:
+    """The report at `path`; None if there is none, or half of one where it can't be renamed."""
+    if not path.exists():
+        return None
+    try:
+        return parse_json(path.read_bytes(), path)
+    except CheckpointError:
+        return None
 
 
 def collect_reports(work: Path, world_size: int, timeout: float) -> list[dict[str, FileEntry]]:
@@ -55,8 +71,7 @@ def collect_reports(work: Path, world_size: int, timeout: float) -> list[dict[st
             # The program has ended but for this thread: its launcher may have ended the others.
             is_ending, deadline = True, min(deadline, time.monotonic() + GRACE)
         path = _path_of(work, missing[0])
-        if path.exists():
-            report = parse_json(path.read_bytes(), path)
+        if (report := _get(path)) is not None:
             if "error" in report:
                 raise RuntimeError(f"rank {missing[0]} could not write its part: {report['error']}")
             reports.append({name: FileEntry(**item) for name, item in report["files"].items()})

@@ -7,24 +7,33 @@ import shutil
 from pathlib import Path
 
 from accumplug.errors import CheckpointError
+from accumplug.storage.files import UNSUPPORTED
 from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint
-from accumplug.storage.manifest import order_of
+from accumplug.storage.manifest import MANIFEST, order_of
 
 WRITING = ".accumplug-writing-"
 REMOVING = ".accumplug-removing-"
 
 
 def remove_older(directory: Path, newest: Path, keep: int, token: str) -> None:
-    """Keeps `newest` and the whole ones before it, `keep` in all. Later ones are left alone."""
+    """Keeps `newest` and the whole ones before it, `keep` in all. Later ones are left alone.
+
+    OSError names one that could not be removed; the others are removed all the same.
+    """
     order = order_of(newest.name) or (0, 0, 0)
-    kept = 0
+    kept, failure = 0, None
     for path in reversed(list_checkpoints(directory)):
         if (order_of(path.name) or order) > order:
             continue
         if kept >= keep:
-            _remove(path, directory / f"{REMOVING}{token}-{path.name}")
+            try:
+                _remove(path, directory / f"{REMOVING}{token}-{path.name}")
+            except OSError as error:
+                failure = error
         elif path == newest or _looks_whole(path):
             kept += 1
+    if failure is not None:
+        raise failure
 
 
 def _looks_whole(path: Path) -> bool:
@@ -39,6 +48,11 @@ def _remove(path: Path, trash: Path) -> None:
         path.rename(trash)  # never half there under its own name
     except FileNotFoundError:
         return  # another process has removed it
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        (path / MANIFEST).unlink(missing_ok=True)  # without it, it is not read
+        trash = path
     shutil.rmtree(trash, ignore_errors=True)
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
+from accumplug.errors import CheckpointError
 from accumplug.storage.commit import Destination, Job, write
 from accumplug.storage.files import FileEntry
 from accumplug.storage.manifest import name_of
-from accumplug.storage.retention import remove_leftovers
+from accumplug.storage.probe import missing_calls
+from accumplug.storage.retention import WRITING, remove_leftovers, remove_older
 
 
 class Writer:
@@ -52,6 +56,9 @@ class Writer:
         self.last: Path | None = None
         self.files: dict[str, FileEntry] = {}
         """The files that this rank has written so far, by name."""
+        self._notices: list[str] = []
+        self._stays = False
+        self._unchecked: set[str] = set()
         self._number = 0
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
@@ -65,6 +72,10 @@ class Writer:
     def busy(self) -> bool:
         """Whether a write is in flight."""
         return not self._idle.is_set()
+
+    def resume_from(self, files: Mapping[str, FileEntry]) -> None:
+        """Link `files` of another process where they have not changed, after they are checked."""
+        self.files, self._unchecked = dict(files), set(files)
 
     def submit(self, job: Job) -> None:
         """Starts to write, after waiting for the write before it."""
@@ -98,6 +109,11 @@ class Writer:
                 f"(the ones before it are untouched)"
             ) from error
 
+    def warn(self) -> None:
+        """Warns once of what is no failure: a limited file system, a checkpoint that stays."""
+        while self._notices and not self.busy:
+            warnings.warn(self._notices.pop(0), stacklevel=3)
+
     def wait(self) -> Path | None:
         """Waits until nothing is in flight; returns `last`."""
         self._idle.wait()
@@ -115,9 +131,29 @@ class Writer:
     def _write(self, job: Job) -> None:
         try:
             if self._number == 1 and self.destination.rank == 0:
-                remove_leftovers(self.destination.directory, self.destination.token)
-            self.last = write(self.destination, job, self._number, self.files) or self.last
+                self._prepare()
+            path = write(self.destination, job, self._number, self.files, self._unchecked)
+            if path is not None:
+                self.last = path
+                self._remove_older(path)
         except Exception as error:
             self._failure = job, error
         finally:
             self._idle.set()
+
+    def _prepare(self) -> None:
+        to = self.destination
+        remove_leftovers(to.directory, to.token)
+        room = to.directory / f"{WRITING}{to.token}-probe"
+        if missing := "; ".join(missing_calls(room)):
+            self._notices.append(f"the file system of {to.directory} is limited: {missing}")
+
+    def _remove_older(self, newest: Path) -> None:
+        """The new checkpoint is on disk by now, so a failure here is none of the save."""
+        to = self.destination
+        try:
+            remove_older(to.directory, newest, to.keep, to.token)
+        except (OSError, CheckpointError) as error:
+            if not self._stays:
+                self._notices.append(f"an old checkpoint could not be removed ({error})")
+            self._stays = True

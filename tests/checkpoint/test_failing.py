@@ -178,7 +178,10 @@ def test_where_links_are_not_possible_the_parts_are_copied(
     expected = linked.state()
     copied = Run(Setup())
     monkeypatch.setattr(os, "link", link)
-    with copied.checkpoints(tmp_path / "copied", every=1, keep=99):
+    with (
+        pytest.warns(UserWarning, match="no hard links"),
+        copied.checkpoints(tmp_path / "copied", every=1, keep=99),
+    ):
         copied.train()
     assert difference(copied.state(), expected) is None
     pairs = zip(*(list_checkpoints(tmp_path / n) for n in ("linked", "copied")), strict=True)
@@ -229,3 +232,26 @@ def test_the_loops_own_exception_is_not_replaced_by_that_of_a_write(
     notes = getattr(caught.value, "__notes__", [f"{caught.value.__context__}"])
     assert "No space left on device" in notes[0]
     assert run.accum._keeper is None
+
+
+def test_after_a_resume_no_damaged_weights_are_linked(tmp_path: Path) -> None:
+    """keep=2 is one copy inside a window, so damage to it would be in both checkpoints."""
+    quiet = Run(Setup()).train()
+    first = Run(Setup())
+    with first.checkpoints(tmp_path, every=4):
+        first.train(until=5)
+    second = Run(Setup(), seed=2)
+    with second.checkpoints(tmp_path, every=1) as checkpoint:
+        checkpoint.resume()
+        for name in ("model", "optimizer"):
+            file = list_checkpoints(tmp_path)[-1] / f"{name}.safetensors"
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        second.train(until=1)
+    assert list(faults(open_checkpoint(list_checkpoints(tmp_path)[-1]), full=True)) == []
+    third = Run(Setup(), seed=3)
+    with third.checkpoints(tmp_path) as checkpoint:
+        checkpoint.resume()
+        third.train()
+    assert difference(third.state(), quiet.state()) is None

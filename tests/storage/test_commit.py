@@ -231,9 +231,12 @@ def test_files_are_on_disk_before_the_name_is(tmp_path, monkeypatch):
 
         monkeypatch.setattr(os, name, wrapped)
 
+    inline = writer(tmp_path)
+    inline.submit(job(1))  # which looks at the file system first
     recorded("fsync", lambda file: os.readlink(f"/proc/self/fd/{file}"))
     recorded("rename", str)
-    path = save(tmp_path, 1)
+    inline.submit(job(2))
+    path = inline.last
     work = calls[-2][1]
     assert work.startswith(retention.WRITING)
     assert sorted(calls[:4]) == sorted(
