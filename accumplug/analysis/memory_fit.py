@@ -109,7 +109,9 @@ def rank_device(name: str | None = None) -> torch.device:
     (LOCAL_RANK), so that the ranks do not all use the first one. `name` is a device as torch
     writes it, by default the accelerator, or the CPU where there is none.
     """
-    device = torch.device(name or torch.accelerator.current_accelerator() or "cpu")
+    # A CUDA build names its accelerator even where there is none.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(name or found or "cpu")
     if device.type == "cpu" or "LOCAL_RANK" not in os.environ:
         return device
     if device.index is None:

@@ -96,6 +96,7 @@ def two_devices(monkeypatch):
     """A machine with cuda:0 and cuda:1, as far as torch is asked; the one that was made current."""
     current = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
     return current
@@ -112,6 +113,16 @@ def test_under_a_launcher_each_rank_tries_its_own_device(two_devices, monkeypatc
     assert two_devices == [torch.device("cuda", rank) for rank in (0, 0, 1, 1)]
     assert memory_fit.rank_device("cuda:0") == torch.device("cuda:0")
     assert memory_fit.rank_device("cpu") == torch.device("cpu")
+
+
+def test_a_cuda_build_without_a_gpu_takes_the_cpu(two_devices, monkeypatch):
+    """torch names an accelerator that is not there."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for rank in (None, "0"):
+        if rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", rank)
+        assert memory_fit.rank_device() == torch.device("cpu")
+    assert two_devices == []
 
 
 def test_a_rank_without_a_device_is_told_so(two_devices, monkeypatch):
