@@ -163,7 +163,8 @@ def noise_between(
         small, total = 0.0, [torch.zeros_like(p) for p in parameters]
         for micro_batch in micro_batches[start : start + per_window]:
             loss = call_loss(loss_fn, model, micro_batch)
-            grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            grads = [g.detach() for g in found]  # torch 2.8: its zeros require a gradient
             small += sum(float(g.double().square().sum()) for g in grads) / per_window
             torch._foreach_add_(total, grads, alpha=1 / per_window)
         big = sum(float(g.double().square().sum()) for g in total)
