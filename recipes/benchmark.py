@@ -3,7 +3,7 @@
     python recipes/benchmark.py                      # 40 minutes on 2 cores
     python recipes/benchmark.py --only cost tokens --repeats 3
     python recipes/benchmark.py --only checkpoint    # saves and resumes
-    python recipes/benchmark.py --device cuda        # all of it, and fp16 with the scaler
+    python recipes/benchmark.py --device cuda        # all of it, autocast and host waits
 
 Methods take turns in each repeat, so that a machine whose speed varies slows all of them alike.
 Medians, the spread of the ratios, and ratios to the hand-written loop are printed, and written to
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -162,23 +163,32 @@ def sums(settings: Settings) -> dict[str, Any]:
 
 
 def ranks(settings: Settings) -> dict[str, Any]:
-    """Two ranks: reductions and bytes of one window of 8 micro-batches, by a DDP hook."""
-    command = ["--nproc_per_node", "2", __file__, "--child", "window_of_two_ranks"]
+    """Ranks (2, or one on each GPU): reductions and bytes of one window of 8 micro-batches."""
+    count = max(2, torch.cuda.device_count()) if settings.device == "cuda" else 2
+    command = ["--nproc_per_node", str(count), __file__, "--device", settings.device]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command]
+    run += ["--child", "window_of_ranks"]
     out = subprocess.run(run, capture_output=True, text=True, timeout=300, check=True).stdout
     return json.loads(out.splitlines()[-1])
 
 
-def window_of_two_ranks(settings: Settings) -> dict[str, Any] | None:
-    """In each rank; the first one returns the rows."""
+def window_of_ranks(settings: Settings) -> dict[str, Any] | None:
+    """In each rank, with a DDP hook that counts; the first one returns the rows.
+
+    Over NCCL where each rank has a GPU, else over gloo.
+    """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo")
-    rows = {}
+    rank, device = int(os.environ["LOCAL_RANK"]), torch.device("cpu")
+    if settings.device == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rows: dict[str, Any] = {"group": dist.get_backend()}
     for name in ("each micro-batch reduced", "accum"):
-        ddp, seen = DistributedDataParallel(nn.Linear(512, 512)), []
+        ddp, seen = DistributedDataParallel(nn.Linear(512, 512).to(device)), []
 
         def hook(state, bucket):  # DDP accepts no other annotations than its own
             state.append(bucket.buffer().numel() * 4)
@@ -186,41 +196,50 @@ def window_of_two_ranks(settings: Settings) -> dict[str, Any] | None:
 
         ddp.register_comm_hook(seen, hook)
         accum = Accumulator(8, optimizer=sgd(ddp))
+        x = torch.randn(4, 512, device=device)
         for _ in range(8):
-            loss = lambda model=ddp: model(torch.randn(4, 512)).square().mean()  # noqa: E731
             if name == "accum":
                 with accum(ddp):
-                    accum.backward(loss())
+                    accum.backward(ddp(x).square().mean())
             else:
-                (loss() / 8).backward()
+                (ddp(x).square().mean() / 8).backward()
         rows[name] = {"reductions": len(seen), "mib": sum(seen) / 2**20}
-        del ddp, accum, loss
-    first = dist.get_rank() == 0
+        del ddp, accum
     dist.barrier()
     dist.destroy_process_group()
-    return rows if first else None
+    return rows if rank == 0 else None
 
 
-def scaled(settings: Settings) -> dict[str, Any]:
-    """fp16 with the scaler: the textbook loop against accum, at 256 tokens a micro-batch."""
+def mixed(settings: Settings) -> dict[str, Any]:
+    """Autocast, fp16 with the scaler and bf16: the textbook loop against accum, 256 tokens."""
+    return {
+        "fp16": autocast_loops(settings, torch.float16),
+        "bf16": autocast_loops(settings, torch.bfloat16),
+    }
+
+
+def autocast_loops(settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """In fp16 each loop has a scaler of its own; in bf16 it is switched off."""
     model, device = settings.model(), settings.device
     x = settings.token_ids(256)
+    scalers = [
+        torch.amp.GradScaler(device, 1024.0, enabled=dtype is torch.float16) for _ in range(3)
+    ]
 
     def forward() -> Tensor:
-        with torch.autocast(device, torch.float16):
+        with torch.autocast(device, dtype):
             return model(x)["loss"]
 
     def textbook(windows: int, steps: int = 8) -> None:
         for index in range(windows * steps):
-            scaler.scale(forward() / steps).backward()
+            scalers[0].scale(forward() / steps).backward()
             if index % steps == steps - 1:
-                scaler.step(optimizer)
-                scaler.update()
+                scalers[0].step(optimizer)
+                scalers[0].update()
                 optimizer.zero_grad()
 
-    def ours(**options: Any) -> Loop:
-        own = torch.amp.GradScaler(device, 1024.0)
-        accum = Accumulator(8, optimizer=sgd(model), scaler=own, **options)
+    def ours(scaler: torch.amp.GradScaler, **options: Any) -> Loop:
+        accum = Accumulator(8, optimizer=sgd(model), scaler=scaler, **options)
 
         def loop(windows: int) -> None:
             for _ in range(windows * 8):
@@ -229,9 +248,29 @@ def scaled(settings: Settings) -> dict[str, Any]:
 
         return loop
 
-    optimizer, scaler = sgd(model), torch.amp.GradScaler(device, 1024.0)
-    loops = {"hand-written": textbook, "accum": ours(), "accum inplace": ours(inplace=True)}
+    optimizer = sgd(model)
+    loops = {
+        "hand-written": textbook,
+        "accum": ours(scalers[1]),
+        "accum inplace": ours(scalers[2], inplace=True),
+    }
     return ratios(race(settings, loops, 1, 8, settings.repeats), "hand-written")
+
+
+def waits(settings: Settings) -> dict[str, Any]:
+    """Host waits in a window of 8 micro-batches, counted by torch's sync debug mode."""
+    x = torch.randn(4, 4, device=settings.device)
+    loops = build(settings, Tiny().to(settings.device), lambda: x, 8)
+    found = {}
+    for name in ("hand-written", "accum", "Accelerate"):
+        loops[name](2)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            loops[name](1)
+            torch.cuda.set_sync_debug_mode("default")
+        found[name] = sum("synchronizing" in str(warning.message) for warning in seen)
+    return found
 
 
 SECTIONS: dict[str, Callable[[Settings], Any]] = {
@@ -242,11 +281,13 @@ SECTIONS: dict[str, Callable[[Settings], Any]] = {
     "sums": sums,
     "ranks": ranks,
     "checkpoint": benchmark_checkpoints.checkpoint,
-    "scaled": scaled,
+    "mixed": mixed,
+    "waits": waits,
 }
+ON_CUDA = {"mixed", "waits"}  # fp16 and bf16 are slow on CPUs, which have nothing to wait for
 IN_CHILD: dict[str, Callable[..., Any]] = {
     "peak": peak,
-    "window_of_two_ranks": window_of_two_ranks,
+    "window_of_ranks": window_of_ranks,
     "memory_of_a_save": benchmark_checkpoints.memory_of_a_save,
     "resume": benchmark_checkpoints.resume,
     "load_state": benchmark_checkpoints.load_state,
@@ -308,6 +349,8 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model: runs, measures nothing")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if "waits" in (options.only or ()) and options.device != "cuda":
+        parser.error("waits are counted with --device cuda")
     settings = Settings(options.device, options.repeats, options.output_dir, options.smoke)
     warnings.filterwarnings("ignore")  # of the other packages
     if options.child:
@@ -320,7 +363,7 @@ def main() -> int:
         return 2
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    usual = [n for n in SECTIONS if n != "scaled" or settings.device == "cuda"]  # slow on CPUs
+    usual = [name for name in SECTIONS if name not in ON_CUDA or settings.device == "cuda"]
     for name in options.only or usual:
         print(f"# {name}: {SECTIONS[name].__doc__.splitlines()[0]}", flush=True)
         results[name] = SECTIONS[name](settings)

@@ -30,6 +30,14 @@ def test_sections_can_be_run_alone_and_are_written(tmp_path):
     assert (tmp_path / "benchmark.png").is_file()
 
 
+def test_waits_are_not_counted_on_a_cpu():
+    """An error in one line, before anything is measured."""
+    command = [sys.executable, RECIPES / "benchmark.py", "--only", "waits"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert run.returncode == 2
+    assert run.stderr.endswith("error: waits are counted with --device cuda\n")
+
+
 @pytest.mark.parametrize("before", [0, STEPS // 2])
 def test_saves_fall_on_the_place_of_the_window_that_their_row_names(tmp_path, monkeypatch, before):
     """The Checkpointer's own saves, and those of the others: all with so many pending."""
