@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
+import secrets
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import elastic, window_state
+from accumplug.checkpoint.arguments import (
+    check_count,
+    check_directory,
+    check_seconds,
+    check_signals,
+    check_stateful,
+)
 from accumplug.checkpoint.coordination import RankStore
 from accumplug.checkpoint.load import Position, find, leave_behind, left_behind
 from accumplug.checkpoint.save_policy import SavePolicy
@@ -25,6 +36,7 @@ from accumplug.dataloading.position import DataPosition, VerifyData
 from accumplug.errors import CheckpointError
 from accumplug.loop.data_pass import DataPassState, SyncPoint
 from accumplug.storage.layout import list_checkpoints
+from accumplug.storage.lease import Lease, LeaseHeldError
 from accumplug.storage.manifest import FORMAT
 from accumplug.storage.writer import Writer
 
@@ -67,6 +79,9 @@ class Checkpointer:
             saved.
     """
 
+    _open: ClassVar[weakref.WeakValueDictionary[str, Checkpointer]] = weakref.WeakValueDictionary()
+    """Those of this process that are not closed, by directory."""
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -83,29 +98,50 @@ class Checkpointer:
         verify_data: VerifyData = "raise",
         **stateful: Any,
     ) -> None:
+        check_directory(directory)
+        if not isinstance(accum, Accumulator):
+            raise TypeError(f"accum is an Accumulator; got {accum!r:.100}")
+        check_stateful(stateful, OPTIONS)
+        check_count("keep", keep, "checkpoints")
+        if every is not None:
+            check_count("every", every, "micro-batches")
+        if every_seconds is not None:
+            check_seconds("every_seconds", every_seconds)
+        self._kinds = check_signals(signals)
+        self.directory = Path(directory)
+        self._close_forgotten()
         if accum._keeper is not None:
             raise ValueError("this Accumulator has a Checkpointer already; close() it first")
-        self.directory = Path(directory)
         self._accum = accum
         self._order = DataPosition(loader, self._making_workers, generators, verify_data)
         self._train_state = find_train_state(accum, model, stateful)
-        self._kinds = tuple(signals)
         self._schedule = SaveSchedule(accum, every, every_seconds)
         ranks = accum._ranks
-        self._store = RankStore(ranks, self.directory) if ranks.size > 1 else None
+        self._store = RankStore(ranks) if ranks.size > 1 else None
+        if self._store is not None:
+            options: State = {
+                "directory": os.path.realpath(directory),
+                "every": every,
+                "keep": keep,
+            }
+            options |= {"every_seconds": every_seconds, "background": background}
+            options |= {"signals": list(map(int, signals)), "objects by name": sorted(stateful)}
+            self._store.compare(options)
         self._policy = SavePolicy(
-            accum, self._schedule, signals, self._store, self._save, self._finish, self._moved
+            accum, self._schedule, self._kinds, self._store, self._save, self._finish, self._moved
         )
         self._snapshot = Snapshot(accum, self._train_state, self._order, ranks.rank, background)
+        self._lease, token, self._refused = self._take_directory()
         self._writer = Writer(
             directory,
             keep=keep,
             rank=ranks.rank,
             world_size=ranks.size,
-            token=self._store.token() if self._store else None,
+            token=token,
             background=background,
             timeout=self._store.timeout if self._store else 600.0,
         )
+        self._closed = False
         self._source: Path | None = None
         self._resumed = False
         self._feed_state: State | None = None
@@ -115,6 +151,29 @@ class Checkpointer:
         accum._keeper = self
         accum._before_block.append(self._before_block)
         accum._after_block.append(self._policy.block_ended)
+        Checkpointer._open[os.path.realpath(directory)] = self
+
+    def _take_directory(self) -> tuple[Lease | None, str, str]:
+        """The lease (on rank 0), a token of this run, and why the directory can't be written."""
+        token, lease, refused = secrets.token_hex(8), None, ""
+        if self._accum._ranks.rank == 0:
+            try:
+                lease = Lease(self.directory, token)
+            except (LeaseHeldError, OSError) as error:
+                refused = str(error)
+        if self._store is not None:
+            token, refused = json.loads(self._store.share(json.dumps([token, refused])))
+        return lease, token, refused
+
+    def _close_forgotten(self) -> None:
+        """A notebook's cell that is run again builds its Checkpointer again."""
+        before = Checkpointer._open.get(os.path.realpath(self.directory))
+        if before is not None:
+            warnings.warn(
+                f"{self.directory} has a Checkpointer in this process already, which is closed now",
+                stacklevel=3,
+            )
+            before.close()
 
     # -- what a run calls ----------------------------------------------------------------------
 
@@ -222,18 +281,24 @@ class Checkpointer:
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def _close(self) -> None:
+        self._closed = True
         accum = self._accum
         self._policy.signals.restore()
         if accum._keeper is self:
             accum._keeper = None
             accum._before_block.remove(self._before_block)
             accum._after_block.remove(self._policy.block_ended)
+        if Checkpointer._open.get(os.path.realpath(self.directory)) is self:
+            del Checkpointer._open[os.path.realpath(self.directory)]
         try:
             self._writer.close()
         finally:
+            if self._lease is not None:
+                self._lease.release()
             self._raise_failed()
 
     def __enter__(self) -> Checkpointer:
+        self._policy.signals.install()
         return self
 
     def __exit__(
@@ -254,6 +319,9 @@ class Checkpointer:
 
     def open_pass(self, feed: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
         """The items of a pass, from where it is to go on."""
+        if self._refused:
+            raise RuntimeError(self._refused)
+        self._policy.signals.install()
         if self._policy.interrupted:
             raise RuntimeError(
                 "the run was interrupted and saved; leave the loop: if checkpoint.interrupted: "
@@ -280,6 +348,9 @@ class Checkpointer:
     # -- what accum calls ----------------------------------------------------------------------
 
     def _before_block(self) -> None:
+        if self._refused:
+            raise RuntimeError(self._refused)
+        self._policy.signals.install()
         if not self._writer.busy:
             self._written()
         self._raise_failed()
@@ -298,8 +369,12 @@ class Checkpointer:
         return self._here() != self._saved_at
 
     def _save(self) -> None:
+        if self._closed:
+            raise RuntimeError("save after close(); build another Checkpointer")
         if self._accum._micro is not None:
             raise RuntimeError("save inside of a block; a micro-batch is saved when it ends")
+        if self._refused:
+            raise RuntimeError(self._refused)
         self._refuse_foreign_directory()
         if (last := self._written()) is not None:
             self._source = last
@@ -308,6 +383,8 @@ class Checkpointer:
         self._policy.saved()
         self._saved_at = self._here()
         try:
+            if self._lease is not None:
+                self._lease.check()
             self._writer.submit(job)
         except RuntimeError as error:
             self._fail(error)
@@ -408,3 +485,10 @@ def _note(error: BaseException, text: str) -> None:
         error.add_note(text)
     elif error.__context__ is None:  # Python 3.10
         error.__context__ = RuntimeError(text)
+
+
+OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(Checkpointer).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)

@@ -17,11 +17,10 @@ checkpoint, and two rules are enough:
 
 from __future__ import annotations
 
-import secrets
+import json
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +36,12 @@ PATIENCE = 0.5  # seconds that a rank waits for the others at the end of a block
 class RankStore:
     """A part of the process group's store for one Checkpointer on all its ranks."""
 
-    def __init__(self, ranks: DataParallelGroup, directory: Path) -> None:
+    def __init__(self, ranks: DataParallelGroup) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         # torch 2.13: there is no public name for the store of the default group
         store = dist.distributed_c10d._get_default_store()
         members = dist.get_process_group_ranks(ranks.group)
-        name = f"accumplug/{zlib.crc32(f'{directory} {members}'.encode()):08x}"
+        name = f"accumplug/{zlib.crc32(f'{members}'.encode()):08x}"
         built = store.add(f"{name}/{self.rank}", 1)  # the same on all ranks
         self.timeout = _timeout_of(ranks.group)
         """Seconds that a rank waits for another one, whatever for."""
@@ -130,9 +129,18 @@ class RankStore:
                 min(self.timeout, LEAVING),
             )
 
-    def token(self) -> str:
-        """A word that is the same on all ranks and new in each run."""
-        return self.share(secrets.token_hex(8))
+    def compare(self, options: dict[str, Any]) -> None:
+        """Raise ValueError, on all ranks, for an option that is not the same on all of them."""
+        self.set(f"options/{self.rank}", json.dumps(options, sort_keys=True))
+        first = json.loads(self.get("options/0", 0))
+        for rank in range(1, self.size):
+            other = json.loads(self.get(f"options/{rank}", rank))
+            for name in first:
+                if first[name] != other[name]:
+                    raise ValueError(
+                        f"{name} is {first[name]!r} on rank 0 and {other[name]!r} on rank {rank}; "
+                        f"give all ranks the same"
+                    )
 
 
 def _timeout_of(group: Any) -> float:

@@ -16,10 +16,6 @@ class SaveSchedule:
     """
 
     def __init__(self, accum: Accumulator, every: int | None, seconds: float | None) -> None:
-        if every is not None and (type(every) is not int or every < 1):
-            raise ValueError(f"every is a number of micro-batches of at least 1; got {every!r}")
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"every_seconds is a number above 0; got {seconds!r}")
         self._accum = accum
         self._every = every
         self._seconds = seconds

@@ -18,24 +18,25 @@ SAME = 1.0  # seconds in which another signal is the same request
 
 
 class Signals:
-    """Notes that one of `signals` came. What they did before is not lost.
+    """Notes that one of `signals` came, once installed. What they did before is not lost.
 
     The first signal is noted; a function of the program's own that handled it before is called
     as well. One that comes more than a second later goes to what was there before, be it the
     default, which ends the process: whoever sends it does not want to wait. (Within a second it
     is the same request: a scheduler signals all processes, and torchrun its own once more.)
 
-    Raises:
-        ValueError: outside of the main thread, where Python takes no signal handlers.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
         self.arrived = False
+        self._signals = tuple(signals)
         self._since = 0.0
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
-        if signals and threading.current_thread() is not threading.main_thread():
-            raise ValueError("signals= needs the main thread; build the Checkpointer there")
+
+    def install(self) -> None:
+        """Set the handlers, in the main thread. A second call does nothing."""
+        signals, self._signals = self._signals, ()
         for number in signals:
             self._before[number] = signal.signal(number, self._handle)
 
@@ -45,6 +46,7 @@ class Signals:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before.clear()
+        self._signals = ()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

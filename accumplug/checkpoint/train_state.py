@@ -194,9 +194,13 @@ def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -
     loop = accum._loop
     if model is None and loop is not None:
         model = loop.models()
-    models = [model] if isinstance(model, nn.Module) else list(model or ())
+    models = [model] if isinstance(model, nn.Module) else _listed(model)
     if not models or not all(isinstance(one, nn.Module) for one in models):
-        raise ValueError("model is the torch module, or the modules, that accum is given")
+        if model is None:
+            raise ValueError("give model=: the torch module, or the modules, that accum is given")
+        raise TypeError(
+            f"model is the torch module, or the modules, that accum is given; got {model!r:.100}"
+        )
     optimizers = list(accum._options.optimizers)
     schedulers = list(accum._options.schedulers)
     if loop is not None:
@@ -219,6 +223,10 @@ def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -
                     f"the models given; give all of them: model=[...]"
                 )
     return TrainState(models, _each(optimizers), _each(schedulers), accum._scaler, stateful)
+
+
+def _listed(models: Any) -> list[Any]:
+    return list(models) if isinstance(models, list | tuple) else []
 
 
 def _each(things: list[Any]) -> list[Any]:

@@ -369,10 +369,9 @@ class _SignalWatch:
 
     def __init__(self, kinds: Sequence[int], folder: Path) -> None:
         self.signals = Signals(kinds)
+        self.signals.install()
         several = dist.is_initialized() and dist.get_world_size() > 1
-        self._request = (
-            SharedRequest(RankStore(DataParallelGroup(None), folder)) if several else None
-        )
+        self._request = SharedRequest(RankStore(DataParallelGroup(None))) if several else None
 
     def must_stop(self, index: int, meets: bool) -> bool:
         """Between two micro-batches, `index` of the window after the last meeting of the ranks."""

@@ -108,6 +108,7 @@ def test_a_handler_that_was_set_later_stays() -> None:
     def later(number: int, frame: Any) -> None: ...
 
     signals = Signals((signal.SIGUSR1,))
+    signals.install()
     before = signal.signal(signal.SIGUSR1, later)
     signals.restore()
     assert signal.getsignal(signal.SIGUSR1) is later
@@ -121,6 +122,7 @@ def test_a_second_signal_after_a_while_does_what_it_did_before() -> None:
     """Ctrl-C twice, a second apart: KeyboardInterrupt. Quickly: the same request."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     signals = Signals((signal.SIGINT,))
+    signals.install()
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     assert signals.arrived

@@ -252,3 +252,33 @@ def test_a_checkpoint_that_one_rank_can_not_read_is_an_error_on_all(
     first, second = ranks.run(2, resume_where_rank_1_can_not_read, tmp_path)
     assert "another rank can't read it" in first
     assert "rank-1.json: cannot be read (Input/output error)" in second
+
+
+def build_with(rank: int, directory: Path, name: str, values: list[Any]) -> str:
+    """The error of a Checkpointer whose option `name` has another value on each rank."""
+    run = Run(rank, Setup(), 1)
+    options: dict[str, Any] = {"directory": directory, name: values[rank]}
+    with pytest.raises(ValueError, match="give all ranks the same") as caught:
+        Checkpointer(accum=run.accum, model=run.model, loader=run.loader, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("every", [5, 6]),
+        ("every", [None, 1]),
+        ("every_seconds", [1.0, 2.0]),
+        ("directory", ["here", "there"]),
+        ("keep", [2, 3]),
+        ("background", [True, False]),
+        ("signals", [(signal.SIGUSR1,), ()]),
+    ],
+)
+def test_options_that_differ_on_ranks_are_named_when_it_is_built(
+    ranks: Ranks, name: str, values: list[Any], tmp_path: Path
+) -> None:
+    """Some of them were a hang, others nothing at all."""
+    for text in ranks.run(2, build_with, tmp_path, name, values):
+        assert text.startswith(f"{name} is ")
+        assert "on rank 0 and" in text
