@@ -145,6 +145,9 @@ class Checkpointer:
         self._source: Path | None = None
         self._resumed = False
         self._feed_state: State | None = None
+        """The pass that was under way when the run was saved, until it is opened here."""
+        self._opened: tuple[DataPassState, int] | None = None
+        """The last pass that was opened here, and its number."""
         self._saved_at: tuple[int, ...] | None = None
         self._failed: RuntimeError | None = None
         """Why a save was not written, until the loop is told."""
@@ -328,7 +331,7 @@ class Checkpointer:
                 "break"
             )
         state, self._feed_state = self._feed_state, None
-        self._accum._feed = feed
+        self._accum._feed, self._opened = feed, (feed, self._accum.epoch)
         if self._order.begun and state is not None:
             window_state.restore_pass(state, feed)
         else:
@@ -361,6 +364,14 @@ class Checkpointer:
 
     # -- saving and loading --------------------------------------------------------------------
 
+    def _data_pass(self) -> State | None:
+        """The state of the pass that is under way, or that the loop has left by a `break`."""
+        if self._feed_state is not None:
+            return self._feed_state
+        if self._opened is None or self._opened[1] != self._accum.epoch:
+            return None
+        return window_state.pass_state(self._opened[0], self._accum)
+
     def _here(self) -> tuple[int, ...]:
         accum = self._accum
         return accum.windows, accum.pending, accum.micro_batches, accum.epoch, accum.position
@@ -379,7 +390,8 @@ class Checkpointer:
         if (last := self._written()) is not None:
             self._source = last
         more: State = {"count": self._schedule.count, "steps": self._accum.steps}
-        job = self._snapshot.take(self._source, more | {"noise": self._noise()})
+        more["noise"] = self._noise()
+        job = self._snapshot.take(self._source, self._data_pass(), more)
         self._policy.saved()
         self._saved_at = self._here()
         try:
@@ -426,7 +438,7 @@ class Checkpointer:
         self._train_state.load(parts)
         self._train_state.load_objects(others)
         window_state.restore(own, accum, self._train_state, self._order)
-        self._feed_state = own["feed"]
+        self._feed_state, self._opened = own["feed"], None
         self._policy.start_at(own["count"])
         self._load_noise(own.get("noise"))
 

@@ -44,14 +44,14 @@ class Snapshot:
         self._unchecked: set[str] = set()
         """Parts that another process has written, until they are linked for the first time."""
 
-    def take(self, source: Path | None, more: State) -> Job:
-        """The next save, with `more` in this rank's part.
+    def take(self, source: Path | None, data_pass: State | None, more: State) -> Job:
+        """The next save, in a pass of that state, with `more` in this rank's part.
 
         `source`: the checkpoint that the last `take` has become, if it has become one. What is
         returned does not change until the next `take`.
         """
         parts, link = {}, []
-        state = capture(self._accum, self._train_state, self._order) | more
+        state = capture(self._accum, self._train_state, self._order, data_pass) | more
         parts[f"rank-{self._rank}"] = self._copied(f"rank-{self._rank}", encode(state))
         if self._train_state.stateful:
             name = f"objects-{self._rank}"

@@ -19,8 +19,10 @@ from accumplug.parallel.fsdp import roots
 from accumplug.storage.codec import TensorShard
 
 
-def capture(accum: Accumulator, train_state: TrainState, order: DataPosition) -> State:
-    """The state of this rank. Nothing is copied."""
+def capture(
+    accum: Accumulator, train_state: TrainState, order: DataPosition, data_pass: State | None
+) -> State:
+    """The state of this rank, in a pass of that state. Nothing is copied."""
     sums = [accum._sum.named(model) for model in train_state.models] if accum.pending else []
     return {
         "accum": accum.state_dict(),
@@ -28,13 +30,13 @@ def capture(accum: Accumulator, train_state: TrainState, order: DataPosition) ->
         "sums": sums,
         "forward": train_state.forward_states(),
         "replicas": train_state.ddp_states(reduced=accum.syncs > 0),
-        "order": order.state(accum.position, accum._feed is not None),
-        "feed": _pass_state(accum),
+        "order": order.state(accum.position, data_pass is not None),
+        "feed": data_pass,
     }
 
 
 def restore(state: State, accum: Accumulator, train_state: TrainState, order: DataPosition) -> None:
-    """Go on from what `take` gave. Weights, optimizers and scaler have to be loaded before."""
+    """Load what `capture` gave. Weights, optimizers and scaler have to be loaded before."""
     device = next(
         (p.device for m in train_state.models for p in m.parameters()), torch.device("cpu")
     )
@@ -62,10 +64,8 @@ def restore_pass(state: State, feed: DataPassState) -> None:
         feed.plan = Plan(**state["plan"])
 
 
-def _pass_state(accum: Accumulator) -> State | None:
-    feed = accum._feed
-    if feed is None:
-        return None
+def pass_state(feed: DataPassState, accum: Accumulator) -> State:
+    """What `restore_pass` needs."""
     plan = feed.plan
     is_open = plan is not None and (plan.left > 0 or accum.pending > 0)
     return {

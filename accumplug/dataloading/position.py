@@ -148,6 +148,8 @@ class DataPosition:
 
         `is_open`: it is in a pass, not between two of them.
         """
+        if self._resume is not None and self.begun and self._generators_at_save is not None:
+            return self._resume  # a save right after the resume
         if self._looks_again:  # what the first items have built is there by now
             self._generators.look(self._source)
             self._looks_again = False
