@@ -141,7 +141,7 @@ class Checkpointer:
             background=background,
             timeout=self._store.timeout if self._store else 600.0,
         )
-        self._closed = False
+        self._closed = self._checked = False
         self._source: Path | None = None
         self._resumed = False
         self._feed_state: State | None = None
@@ -153,7 +153,7 @@ class Checkpointer:
         """Why a save was not written, until the loop is told."""
         accum._keeper = self
         accum._before_block.append(self._before_block)
-        accum._after_block.append(self._policy.block_ended)
+        accum._after_block.append(self._after_block)
         Checkpointer._open[os.path.realpath(directory)] = self
 
     def _take_directory(self) -> tuple[Lease | None, str, str]:
@@ -290,7 +290,7 @@ class Checkpointer:
         if accum._keeper is self:
             accum._keeper = None
             accum._before_block.remove(self._before_block)
-            accum._after_block.remove(self._policy.block_ended)
+            accum._after_block.remove(self._after_block)
         if Checkpointer._open.get(os.path.realpath(self.directory)) is self:
             del Checkpointer._open[os.path.realpath(self.directory)]
         try:
@@ -361,6 +361,18 @@ class Checkpointer:
             self._refuse_unseen_data()
             self._policy.loop_came_back()
         self._order.before_block()
+        if not self._checked and self._accum.updates:
+            self._check_savable()
+
+    def _after_block(self) -> None:
+        if not self._checked and self._accum.updates and self._train_state.has_optimizer_state:
+            self._check_savable()
+        self._policy.block_ended()
+
+    def _check_savable(self) -> None:
+        """After the first update, on all ranks: later only rank 0 would say so, in mid-run."""
+        self._checked = True
+        self._train_state.check_savable()
 
     # -- saving and loading --------------------------------------------------------------------
 

@@ -137,9 +137,16 @@ class TrainState:
 
     # -- checks and loading ---------------------------------------------------------------------
 
+    @property
+    def has_optimizer_state(self) -> bool:
+        """Whether an optimizer has begun to keep something."""
+        return any(optimizer.state for optimizer in self.optimizers)
+
     def check_savable(self) -> None:
         """Raise ValueError, naming it, for a state that no checkpoint can hold."""
         for name, get in (
+            ("model", self.weights),
+            ("buffers", self.forward_states),
             ("optimizer", self.optimizer_states),
             ("progress", self.progress),
             ("objects", self.object_states),

@@ -23,6 +23,7 @@ def capture() -> State:
         states["numpy"] = numpy.random.get_state()
     if (module := _device_module()) is not None:
         states["devices"] = _of_devices(module)
+        states["device"] = module.current_device() if states["devices"] else 0
     return states
 
 
@@ -35,9 +36,22 @@ def restore(states: State) -> None:
 
         numpy.random.set_state(states["numpy"])
     module = _device_module()
-    if module is not None and "devices" in states:
-        for index, state in enumerate(states["devices"][: module.device_count()]):
-            module.set_rng_state(state, index)
+    if module is not None and states.get("devices"):
+        for index, state in _placed(states, module.current_device()).items():
+            if index < module.device_count():
+                module.set_rng_state(state, index)
+
+
+def _placed(states: State, here: int) -> dict[int, torch.Tensor]:
+    """The states of the devices by index: that of the process's own goes to its own one `here`."""
+    placed: dict[int, torch.Tensor] = dict(enumerate(states["devices"]))
+    there = states.get("device", here)
+    if there != here and there in placed:
+        own, other = placed.pop(there), placed.pop(here, None)
+        placed[here] = own
+        if other is not None:
+            placed[there] = other
+    return placed
 
 
 @functools.cache

@@ -121,3 +121,48 @@ def test_an_optimizer_that_can_not_be_saved_is_refused_at_construction(tmp_path:
     accum = Accumulator(2, optimizer=kind(model.parameters(), 0.1))
     with pytest.raises(ValueError, match="ZeroRedundancyOptimizer keeps a part"):
         Checkpointer(tmp_path, accum, model=model)
+
+
+class Quantized(torch.Tensor):
+    """A tensor whose content only its own class can read, as in torchao's 8-bit AdamW."""
+
+
+class EightBit(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["codes"] = torch.zeros_like(p).as_subclass(Quantized)
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_a_state_that_can_not_be_saved_is_said_at_the_first_update(
+    tmp_path: Path, every: int | None
+) -> None:
+    """With its path and type, by all ranks alike, and not by the first save in mid-run."""
+    model = nn.Linear(2, 1)
+    accum = Accumulator(2, optimizer=EightBit(model.parameters(), 0.1))
+    checkpoint = Checkpointer(tmp_path, accum, model=model, every=every)
+    with accum(model):
+        accum.backward(model(torch.ones(1, 2)).sum())
+    with (
+        pytest.raises(
+            ValueError, match=r"can't be saved: optimizer\[0\]\[0\]\.codes is a .*Quanti"
+        ),
+        accum(model),
+    ):
+        accum.backward(model(torch.ones(1, 2)).sum())
+    checkpoint.close()
+
+
+def test_a_loop_that_steps_hears_of_it_before_its_next_block(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    accum, optimizer = Accumulator(1), EightBit(model.parameters(), 0.1)
+    checkpoint = Checkpointer(tmp_path, accum, model=model, optimizer=optimizer)
+    with accum(model):
+        accum.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"objects\.optimizer.*codes"), accum(model):
+        pass
+    checkpoint.close()
