@@ -21,6 +21,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint that is proven to be damaged or incomplete: no later attempt can read it."""
 
 
+class LeaseHeldError(RuntimeError):
+    """Another run that lives writes into the directory."""
+
+
 class MovedError(RuntimeError):
     """A private part of torch is gone, or means something else than in the versions it was read in.
 

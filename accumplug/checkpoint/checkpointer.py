@@ -33,10 +33,10 @@ from accumplug.checkpoint.signals import protect_workers
 from accumplug.checkpoint.snapshot import Snapshot
 from accumplug.checkpoint.train_state import State, find_train_state
 from accumplug.dataloading.position import DataPosition, VerifyData
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, LeaseHeldError
 from accumplug.loop.data_pass import DataPassState, SyncPoint
 from accumplug.storage.layout import list_checkpoints
-from accumplug.storage.lease import Lease, LeaseHeldError
+from accumplug.storage.lease import Lease
 from accumplug.storage.manifest import FORMAT
 from accumplug.storage.writer import Writer
 

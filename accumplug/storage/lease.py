@@ -15,16 +15,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, LeaseHeldError
 from accumplug.storage.json import dump_json, parse_json
 
 LEASE = ".accumplug-lease"
 TOUCH = 10.0
 EXPIRES = 120.0
-
-
-class LeaseHeldError(RuntimeError):
-    """Another run that lives writes into the directory."""
 
 
 class Lease:
@@ -38,9 +34,7 @@ class Lease:
         self.path = directory / LEASE
         self._owner = {"token": token, "host": _host(), **_process(os.getpid())}
         self._data = dump_json(self._owner)
-        directory.mkdir(parents=True, exist_ok=True)
-        while not self._create():
-            self._remove_dead()
+        self._take()
         self._ended = threading.Event()
         thread = threading.Thread(
             target=_keep_touched, args=(self.path, self._ended), name="lease", daemon=True
@@ -50,17 +44,22 @@ class Lease:
 
     def check(self) -> None:
         """Raise LeaseHeldError if another run has taken it over: this one was taken for dead."""
-        if (data := _read(self.path)) != self._data:
-            raise LeaseHeldError(
-                f"{self.path.parent}: this run has lost the directory"
-                + (f" to {_name(data)}" if data else "; its lease was removed")
-            )
+        data = _read(self.path)
+        if data is None:  # somebody has cleared the directory
+            self._take()
+        elif data != self._data:
+            raise LeaseHeldError(f"{self.path.parent}: this run has lost it to {_name(data)}")
 
     def release(self) -> None:
         """Let another run have the directory."""
         self._ended.set()
         if os.getpid() == self._owner["pid"] and _read(self.path) == self._data:
             self.path.unlink(missing_ok=True)
+
+    def _take(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while not self._create():
+            self._remove_dead()
 
     def _create(self) -> bool:
         try:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from accumplug import Accumulator, Checkpointer
+from accumplug.errors import LeaseHeldError
 from accumplug.storage import lease
 from accumplug.storage.inspect import inspect_command
 from accumplug.storage.layout import list_checkpoints
-from accumplug.storage.lease import LEASE, Lease, LeaseHeldError
+from accumplug.storage.lease import LEASE, Lease
 
 
 def build(directory: Path, **options: Any) -> tuple[nn.Module, Accumulator, Checkpointer]:
@@ -139,7 +140,7 @@ def test_a_run_that_was_taken_for_dead_saves_no_more(tmp_path: Path) -> None:
     block(model, accum)
     saved = checkpoint.save()
     of_another_host(tmp_path, 0)
-    with pytest.raises(RuntimeError, match="this run has lost the directory to process"):
+    with pytest.raises(RuntimeError, match="this run has lost it to process"):
         checkpoint.save()
     assert list_checkpoints(tmp_path) == [saved]
     checkpoint.close()
@@ -158,7 +159,7 @@ def test_a_checkpointer_that_was_never_closed_is_closed_by_the_next_one(tmp_path
     assert third.resume() is not None
     block(other, accum)
     third.save()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="save after close"):
         again.save()
     third.close()
 
