@@ -19,6 +19,7 @@ from forks import fork
 from training import SAMPLES, SIZE, Run, Setup, difference
 
 from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint
+from accumplug.storage.lease import LEASE
 from accumplug.storage.retention import REMOVING, WRITING
 
 KILLS = int(os.environ.get("ACCUMPLUG_STORM", "12"))
@@ -75,7 +76,9 @@ def newest_place(directory: Path) -> int:
     names = os.listdir(directory) if directory.exists() else []
     leftovers = [name for name in names if name.startswith((WRITING, REMOVING))]
     assert len(leftovers) <= 2
-    assert len(names) == len(saved) + len(leftovers)
+    leases = [name for name in names if name.startswith(LEASE)]
+    assert len(leases) <= 1
+    assert len(names) == len(saved) + len(leftovers) + len(leases)
     positions = [open_checkpoint(path).manifest.position for path in saved]
     return max((position["micro_batch"] for position in positions), default=0)
 
