@@ -113,22 +113,24 @@ class Fetcher:
         first = min(self._known, default=self._target)
         if self._known and self._stateful is not None:
             self._number = first  # its state was loaded
-        while self._number < first:
-            self._skip()
+        while self._number < first and self._skip():
+            pass
+        self._number = first
         while self._number < self._target:
             try:
                 self._fetch()
             except StopIteration:
                 return
 
-    def _skip(self) -> None:
-        """Pass over one item. One that is found by its index is not read."""
+    def _skip(self) -> bool:
+        """Pass over one item, if there is one. One that is found by its index is not read."""
         iterator: Any = self._iterator
         # torch 2.13, dataloader.py: the iterator draws the indices of its next batch from here
         item = next(iterator._sampler_iter if self._by_index else iterator, _END)
         if not self._captures or item is _END:  # else its noise is another one, up to the states
             self._compare(self._number, item)
         self._number += 1
+        return item is not _END
 
     def _fetch(self) -> Any:
         if (known := self._known.pop(self._number, None)) is not None:

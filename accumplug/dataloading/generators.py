@@ -11,6 +11,7 @@ import torch
 
 from accumplug.dataloading import rng
 from accumplug.dataloading.reachable import Place, Reachable, is_library
+from accumplug.dataloading.saved_position import MALFORMED
 
 NUMBERS = ("epoch", "_epoch", "iteration", "seed", "initial_seed")
 """Attributes of samplers, datasets and prepared loaders that choose the order of a pass."""
@@ -87,11 +88,6 @@ class Generators:
             else:
                 _set(generator, state)
         given = states.get("given", [])
-        if len(given) != len(self._given) and given:
-            raise ValueError(
-                f"generators= has {len(self._given)} generators here and had {len(given)} in the "
-                f"run that saved; give the same ones in the same order"
-            )
         for generator, state in zip(self._given, given, strict=bool(given)):
             _set(generator, state)
         counted = states.get("counters", {})
@@ -99,6 +95,28 @@ class Generators:
             number = counted.get(path, self._initial[path])
             if place.value != number:
                 place.set(number)
+
+    def check(self, states: rng.State) -> None:
+        """Raise TypeError for what `restore` could not restore; nothing is changed.
+
+        ValueError: other generators have been named.
+        """
+        given = states.get("given", [])
+        if len(given) != len(self._given) and given:
+            raise ValueError(
+                f"generators= has {len(self._given)} generators here and had {len(given)} in the "
+                f"run that saved; give the same ones in the same order"
+            )
+        now = self.capture()
+        try:
+            if any(type(n) is not int for n in states.get("counters", {}).values()):
+                raise TypeError("a counter is no integer")
+            self.restore(states)
+        except (*MALFORMED, ValueError) as error:
+            raise TypeError(f"the state of a random generator: {error}") from error
+        finally:
+            self.restore(now)
+            self.missing.clear()
 
     def numbers(self) -> dict[str, int]:
         """Epoch numbers and seeds by path."""

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
-from accumplug.dataloading import resharding
+from accumplug.dataloading import resharding, saved_position
 from accumplug.dataloading.fetcher import (
     Fetcher,
     ProxyLoader,
@@ -174,7 +174,15 @@ class DataPosition:
         return state
 
     def load(self, state: State) -> None:
-        """Continue from what `state` gave, with the next pass that is opened."""
+        """Continue from what `state` gave, with the next pass that is opened.
+
+        TypeError: it is not of that form.
+        """
+        saved_position.check(state)
+        started = [] if state["start"] is None else [state["start"]["states"]]
+        for states in (state["now"], *started, *(s["states"] for s in state["starts"].values())):
+            if states is not None:
+                self._generators.check(states)
         self._resume, self._generators_at_save = state, state["now"]
         if self.loader is not None and not self.begun:
             self._generators.set_numbers(state["numbers"])

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accumplug.dataloading import sampler_order
+from accumplug.dataloading.saved_position import MALFORMED
+from accumplug.errors import CheckpointError
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -52,7 +54,20 @@ def remaining_batches(
     """The micro-batches of each rank after the last of `assignments`.
 
     `world` ranks have begun the pass through what is `described`; this run goes through `loader`.
+
+    ValueError: the pass can't be redistributed, or another loader goes through other data.
     """
+    try:
+        return _remaining_batches(described, world, assignments, loader)
+    except MALFORMED as error:
+        raise CheckpointError(f"what is known of the data is malformed ({error!r})") from error
+
+
+def _remaining_batches(
+    described: State, world: int, assignments: list[State], loader: Any
+) -> list[Batches]:
+    if not described.get("why"):
+        _refuse_absurd(described)
     assigned = _assigned_at_start(described, world)
     remaining = [0] * world
     for assignment in assignments:
@@ -67,6 +82,14 @@ def remaining_batches(
         _refuse_unequal(assignment, len(places))
     _refuse_other_loader(described, loader)
     return assigned
+
+
+def _refuse_absurd(described: State) -> None:
+    """A length is believed up to that of the data."""
+    sampler, samples = described["sampler"], described["samples"]
+    length, count = sampler.get("length", 0), sampler.get("num_samples") or 0
+    if (type(samples) is int and length > samples) or count > max(100 * (samples or 0), 10**8):
+        raise TypeError(f"a sampler of {length} with {count} for {samples} samples")
 
 
 def turn(remaining: list[int], rank: int, index: int) -> tuple[bool, int, int]:
@@ -205,7 +228,10 @@ def _refuse_unequal(assignment: State, count: int) -> None:
 def refuse_other_pass(described: State, loader: Any) -> None:
     """A position is a number of micro-batches, so they have to hold the same samples."""
     if not described.get("why") and not unsupported_reason(loader):
-        _refuse_other_loader(described, loader)
+        try:
+            _refuse_other_loader(described, loader)
+        except MALFORMED as error:
+            raise CheckpointError(f"what is known of the data is malformed ({error!r})") from error
 
 
 def _refuse_other_loader(described: State, loader: Any) -> None:

@@ -59,6 +59,8 @@ class Manifest:
         check_position(self.position)
         for name, entry in self.files.items():
             _check_file(name, entry)
+        if self.world_size > max(1, len(self.files)):  # each rank has written one at least
+            raise ValueError(f"world_size is {self.world_size}, with {len(self.files)} files")
         if len({name.casefold() for name in self.files}) != len(self.files):
             raise ValueError("two files differ only in upper and lower case")
 

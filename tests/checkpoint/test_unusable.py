@@ -17,6 +17,7 @@ from torch import nn
 from accumplug import Accumulator, Checkpointer
 from accumplug.checkpoint import load
 from accumplug.errors import CheckpointError, DamagedCheckpointError
+from accumplug.storage.files import checksum
 from accumplug.storage.json import dump_json
 from accumplug.storage.layout import list_checkpoints
 
@@ -171,3 +172,28 @@ def test_what_is_proven_is_known_by_its_type(saved: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load.open_checkpoint(path)
     assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def replace_order(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the position in the data in rank 0's part, with right sizes and checksums."""
+    part = path / "rank-0.json"
+    tree = json.loads(part.read_text())
+    changed = change(tree)
+    data = dump_json(changed)
+    part.write_bytes(data)
+    body = json.loads((path / "manifest.json").read_text())
+    del body["crc32"]
+    body["files"]["rank-0.json"] = {"size": len(data), "sums": checksum(memoryview(data))}
+    manifest = dump_json(body | {"crc32": f"{zlib.crc32(dump_json(body)):08x}"}, indent=1)
+    (path / "manifest.json").write_bytes(manifest)
+
+
+@pytest.mark.parametrize("old", ['"ended": false', '"made": 0', '"starts": {}'])
+def test_a_well_formed_but_absurd_position_is_an_error_at_the_resume(saved: Path, old: str) -> None:
+    """Not an AttributeError in the middle of the first pass."""
+    path = list_checkpoints(saved)[-1]
+    text = (path / "rank-0.json").read_text()
+    assert old in text
+    replace_order(path, lambda tree: json.loads(text.replace(old, old.split(":")[0] + ': "x"')))
+    with Run(saved) as run, pytest.raises(CheckpointError, match="not what these objects have"):
+        run.checkpoint.resume()

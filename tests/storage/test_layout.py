@@ -170,6 +170,8 @@ ENTRY = {"size": 2, "sums": "00000000"}
         {"world_size": 0},
         {"world_size": True},
         {"world_size": "2"},
+        {"world_size": 10**17},
+        {"world_size": 5},  # ranks with 4 files
         {"position": None},
         {"position": [1, 2]},
         {"position": {"update": 1}},
