@@ -8,8 +8,9 @@
 Training: an `Accumulator` owns the window, the micro-batches of one update. Its blocks yield a
 `MicroBatch`; `accum.last` is the `WindowResult` of the last closed window, and
 `accum.inplace_report()` an `InplaceReport`. A `Checkpointer` saves at any micro-batch and resumes
-at a `Position`. The errors are `TornWindowError`, `NonFiniteError`, `CheckpointError` with
-`DamagedCheckpointError`, and `MovedError` where a version of torch is unknown.
+at a `Position`; `save(wait=False)` returns a `SaveHandle`. The errors are `TornWindowError`,
+`NonFiniteError`, `CheckpointError` with `DamagedCheckpointError`, `LeaseHeldError`, and
+`MovedError` where a version of torch is unknown.
 
 Proof: `equivalence_check` compares one large batch with its micro-batches on any model and
 returns an `EquivalenceResult` of `Difference` values. `train_one_optimizer_step` returns a
@@ -38,9 +39,11 @@ from accumplug.analysis.sync_counter import sync_counter as sync_counter
 from accumplug.analysis.sync_counter import train_one_optimizer_step as train_one_optimizer_step
 from accumplug.checkpoint.checkpointer import Checkpointer as Checkpointer
 from accumplug.checkpoint.load import Position as Position
+from accumplug.checkpoint.save_handle import SaveHandle as SaveHandle
 from accumplug.core.result import WindowResult as WindowResult
 from accumplug.errors import CheckpointError as CheckpointError
 from accumplug.errors import DamagedCheckpointError as DamagedCheckpointError
+from accumplug.errors import LeaseHeldError as LeaseHeldError
 from accumplug.errors import MovedError as MovedError
 from accumplug.errors import NonFiniteError as NonFiniteError
 from accumplug.errors import TornWindowError as TornWindowError
@@ -60,6 +63,7 @@ __all__ = [
     "Difference",
     "EquivalenceResult",
     "InplaceReport",
+    "LeaseHeldError",
     "MicroBatch",
     "MovedError",
     "NoiseEstimate",
@@ -67,6 +71,7 @@ __all__ = [
     "NoiseSchedule",
     "NonFiniteError",
     "Position",
+    "SaveHandle",
     "StepResult",
     "SyncCounter",
     "TornWindowError",

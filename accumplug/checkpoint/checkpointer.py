@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from accumplug.checkpoint.arguments import (
 )
 from accumplug.checkpoint.coordination import RankStore
 from accumplug.checkpoint.load import Position, find, leave_behind, left_behind
+from accumplug.checkpoint.save_handle import SaveHandle
 from accumplug.checkpoint.save_policy import SavePolicy
 from accumplug.checkpoint.save_schedule import SaveSchedule
 from accumplug.checkpoint.signals import protect_workers
@@ -63,6 +64,7 @@ class Checkpointer:
         model: the model or models, as they are given to `accum`; an Accelerator's if left out.
         loader: what `accum.batches` goes through, or what the order of that comes from.
         every: save after so many micro-batches.
+        every_updates: save after so many updates, where a save needs no gradients.
         every_seconds: save when so much time has passed since the last save.
         keep: how many checkpoints stay.
         background: write in a thread, so that the loop waits for a copy in memory only.
@@ -91,6 +93,7 @@ class Checkpointer:
         loader: Any = None,
         every: int | None = None,
         every_seconds: float | None = None,
+        every_updates: int | None = None,
         keep: int = 2,
         background: bool = True,
         signals: Sequence[int] = (),
@@ -105,6 +108,8 @@ class Checkpointer:
         check_count("keep", keep, "checkpoints")
         if every is not None:
             check_count("every", every, "micro-batches")
+        if every_updates is not None:
+            check_count("every_updates", every_updates, "updates")
         if every_seconds is not None:
             check_seconds("every_seconds", every_seconds)
         self._kinds = check_signals(signals)
@@ -115,7 +120,7 @@ class Checkpointer:
         self._accum = accum
         self._order = DataPosition(loader, self._making_workers, generators, verify_data)
         self._train_state = find_train_state(accum, model, stateful)
-        self._schedule = SaveSchedule(accum, every, every_seconds)
+        self._schedule = SaveSchedule(accum, every, every_seconds, every_updates)
         ranks = accum._ranks
         self._store = RankStore(ranks) if ranks.size > 1 else None
         if self._store is not None:
@@ -124,6 +129,7 @@ class Checkpointer:
                 "every": every,
                 "keep": keep,
             }
+            options |= {"every_updates": every_updates}
             options |= {"every_seconds": every_seconds, "background": background}
             options |= {"signals": list(map(int, signals)), "objects by name": sorted(stateful)}
             self._store.compare(options)
@@ -148,6 +154,7 @@ class Checkpointer:
         """The pass that was under way when the run was saved, until it is opened here."""
         self._opened: tuple[DataPassState, int] | None = None
         """The last pass that was opened here, and its number."""
+        self._handle: SaveHandle | None = None
         self._saved_at: tuple[int, ...] | None = None
         self._failed: RuntimeError | None = None
         """Why a save was not written, until the loop is told."""
@@ -185,8 +192,28 @@ class Checkpointer:
         """Whether a signal has ended the pass, and the run was saved for it."""
         return self._policy.interrupted
 
-    def save(self) -> Path:
-        """Save now, and wait until it is on disk. Between two blocks; all ranks have to call it."""
+    @overload
+    def save(self, *, wait: Literal[True] = True) -> Path: ...
+
+    @overload
+    def save(self, *, wait: Literal[False]) -> SaveHandle: ...
+
+    def save(self, *, wait: bool = True) -> Path | SaveHandle:
+        """Save now, between two blocks. All ranks have to call it, all of them in the same way.
+
+        Args:
+            wait: until the checkpoint is on disk, on all ranks. Else the write goes on beside the
+                loop (with `background=True`), and what is returned tells when it is done. The
+                next save waits for it, and the end of the process finishes it.
+
+        Returns:
+            Where the checkpoint is, or a handle with `done()` and `result()`.
+
+        Raises:
+            RuntimeError: inside of a block, or the checkpoint was not written.
+        """
+        if not wait:
+            return self._save()
         self.wait()
         self._save()
         return self._whole(self._finished())
@@ -323,7 +350,7 @@ class Checkpointer:
     def open_pass(self, feed: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
         """The items of a pass, from where it is to go on."""
         if self._refused:
-            raise RuntimeError(self._refused)
+            raise LeaseHeldError(self._refused)
         self._policy.signals.install()
         if self._policy.interrupted:
             raise RuntimeError(
@@ -352,7 +379,7 @@ class Checkpointer:
 
     def _before_block(self) -> None:
         if self._refused:
-            raise RuntimeError(self._refused)
+            raise LeaseHeldError(self._refused)
         self._policy.signals.install()
         if not self._writer.busy:
             self._written()
@@ -391,13 +418,13 @@ class Checkpointer:
     def _moved(self) -> bool:
         return self._here() != self._saved_at
 
-    def _save(self) -> None:
+    def _save(self) -> SaveHandle:
         if self._closed:
             raise RuntimeError("save after close(); build another Checkpointer")
         if self._accum._micro is not None:
             raise RuntimeError("save inside of a block; a micro-batch is saved when it ends")
         if self._refused:
-            raise RuntimeError(self._refused)
+            raise LeaseHeldError(self._refused)
         self._refuse_foreign_directory()
         if (last := self._written()) is not None:
             self._source = last
@@ -406,28 +433,43 @@ class Checkpointer:
         job = self._snapshot.take(self._source, self._data_pass(), more)
         self._policy.saved()
         self._saved_at = self._here()
+        self._handle = handle = SaveHandle(lambda: self._writer.busy, self._hear_of_it)
         try:
             if self._lease is not None:
                 self._lease.check()
             self._writer.submit(job)
         except RuntimeError as error:
             self._fail(error)
+        except OSError as error:
+            self._fail(RuntimeError(f"the lease of {self.directory} can't be read: {error}"))
         except BaseException:  # Ctrl-C: nothing may be linked as if it had been written
             self._snapshot.forget()
             self._saved_at = None
             raise
+        return handle
+
+    def _hear_of_it(self) -> None:
+        """Wait for the write in flight for its handle, which raises the failure itself."""
+        self._written()
+        if self._handle is not None and self._failed is self._handle.error:
+            self._failed = None
 
     def _written(self) -> Path | None:
         """Wait for the write in flight. A failure is kept: at the end of a block it would look as
         if the block had failed, whose micro-batch counts."""
         try:
-            return self._writer.wait()
+            path = self._writer.wait()
         except RuntimeError as error:
             self._fail(error)
             return None
+        if self._handle is not None:
+            self._handle.settle(path, None)
+        return path
 
     def _fail(self, error: RuntimeError) -> None:
         self._failed = self._failed or error
+        if self._handle is not None:
+            self._handle.settle(None, error)
         self._snapshot.forget()
         self._saved_at = None
 

@@ -174,7 +174,7 @@ class SaveCounts:
         self._arrived = True
         self._publish()
 
-    def catch_up(self, save: Callable[[], None], meanwhile: Callable[[], bool]) -> bool:
+    def catch_up(self, save: Callable[[], object], meanwhile: Callable[[], bool]) -> bool:
         """Make the saves that other ranks make while this one waits for them at a sync point.
 
         Returns whether all ranks have reached it; False as soon as `meanwhile()` is true.

@@ -31,7 +31,7 @@ class SavePolicy:
         schedule: SaveSchedule,
         signals: Sequence[int],
         store: RankStore | None,
-        save: Callable[[], None],
+        save: Callable[[], object],
         finish: Callable[[], None],
         moved: Callable[[], bool],
     ) -> None:

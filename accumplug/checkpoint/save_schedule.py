@@ -15,10 +15,19 @@ class SaveSchedule:
     Where some had fewer in a window, all of them count the mean, rounded up, once it closes.
     """
 
-    def __init__(self, accum: Accumulator, every: int | None, seconds: float | None) -> None:
+    def __init__(
+        self,
+        accum: Accumulator,
+        every: int | None,
+        seconds: float | None,
+        every_updates: int | None,
+    ) -> None:
         self._accum = accum
         self._every = every
         self._seconds = seconds
+        self._every_updates = every_updates
+        self._updates = accum.updates
+        self._is_update = False
         self._last = time.monotonic()
         self._windows = 0
         self._micro_batches = 0
@@ -37,6 +46,8 @@ class SaveSchedule:
     def block_ended(self) -> None:
         """Count it."""
         accum = self._accum
+        self._is_update = accum.updates != self._updates
+        self._updates = accum.updates
         if accum._ranks.size > 1 and accum.windows == self._windows:
             dropped = max(0, accum.micro_batches - self._micro_batches - accum.pending)
             self._lead -= dropped  # a tail, which may have been another number on each rank
@@ -49,6 +60,10 @@ class SaveSchedule:
 
     def is_due(self) -> bool:
         """Whether a save is due after this micro-batch."""
+        if self._every_updates is not None and self._is_update:
+            self._is_update = False
+            if self._updates % self._every_updates == 0:
+                return True
         return self._every is not None and self.count % self._every == 0
 
     def is_time(self) -> bool:
@@ -62,6 +77,7 @@ class SaveSchedule:
     def start_at(self, count: int) -> None:
         """Another process has counted to `count`."""
         accum = self._accum
+        self._updates = accum.updates
         self._lead = count - accum.micro_batches
         self._windows = accum.windows
         self._micro_batches = accum.micro_batches - accum.pending
