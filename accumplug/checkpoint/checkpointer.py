@@ -1,4 +1,4 @@
-"""Saves a run at any micro-batch while it goes on, and brings a new process back to it."""
+"""Saves a running training loop at any micro-batch, and resumes it in a new process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, overload
 
-from torch import Tensor, nn
+from torch import nn
 
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import elastic, window_state
@@ -43,7 +43,7 @@ from accumplug.storage.writer import Writer
 
 
 class Checkpointer:
-    """Checkpoints of a run at any micro-batch, from which a new process goes on exactly.
+    """Checkpoints at any micro-batch, from which a new process continues with the same bits.
 
     >>> checkpoint = Checkpointer("runs/a", accum, model=model, loader=loader, every=50)
     >>> position = checkpoint.resume()  # None on a fresh start
@@ -54,19 +54,19 @@ class Checkpointer:
     ...     if checkpoint.interrupted:
     ...         break
 
-    Once built it acts by itself when a block ends. What it saves: models, optimizers, schedulers
-    and scaler of `accum`, the open window with its gradients, random numbers, the place in the
-    data. Weights and moments are written once for each update and linked after that.
+    It acts by itself at the end of each block. It saves the models, optimizers, schedulers and
+    scaler of `accum`, the open window with its gradients, the random states and the position in
+    the data. Weights and optimizer state are written once for each update and linked after that.
 
     Args:
-        directory: where the checkpoints are; one run at a time writes there.
+        directory: the directory of the checkpoints; one run at a time writes there.
         accum: the Accumulator whose blocks are followed.
         model: the model or models, as they are given to `accum`; an Accelerator's if left out.
-        loader: what `accum.batches` goes through, or what the order of that comes from.
+        loader: the loader given to `accum.batches`, or the one whose order that follows.
         every: save after so many micro-batches.
         every_updates: save after so many updates, where a save needs no gradients.
-        every_seconds: save when so much time has passed since the last save.
-        keep: how many checkpoints stay.
+        every_seconds: save when so many seconds have passed since the last save.
+        keep: number of checkpoints that are kept.
         background: write in a thread, so that the loop waits for a copy in memory only.
         signals: save and end the pass when one of these arrives.
         generators: random generators (of torch, Python or NumPy) that the data draw from and that
@@ -77,8 +77,9 @@ class Checkpointer:
             optimizer, if `accum` was not given it).
 
     Raises:
-        ValueError: a loader whose order can't be drawn again, or something that would not be
-            saved.
+        ValueError: a loader whose order can't be reproduced, something that would not be saved, or
+            options that differ between ranks.
+        TypeError: an option of a wrong type, or an unknown one.
     """
 
     _open: ClassVar[weakref.WeakValueDictionary[str, Checkpointer]] = weakref.WeakValueDictionary()
@@ -157,7 +158,7 @@ class Checkpointer:
         self._handle: SaveHandle | None = None
         self._saved_at: tuple[int, ...] | None = None
         self._failed: RuntimeError | None = None
-        """Why a save was not written, until the loop is told."""
+        """Why a save was not written, until it is raised."""
         accum._keeper = self
         accum._before_block.append(self._before_block)
         accum._after_block.append(self._after_block)
@@ -202,7 +203,7 @@ class Checkpointer:
         """Save now, between two blocks. All ranks have to call it, all of them in the same way.
 
         Args:
-            wait: until the checkpoint is on disk, on all ranks. Else the write goes on beside the
+            wait: until the checkpoint is on disk, on all ranks. Else it is written beside the
                 loop (with `background=True`), and what is returned tells when it is done. The
                 next save waits for it, and the end of the process finishes it.
 
@@ -250,8 +251,8 @@ class Checkpointer:
             CheckpointError: there are checkpoints, and the newest can't be read (which is no
                 proof of damage), or all of them are damaged.
             RuntimeError: inside of a block or a pass.
-            ValueError: the checkpoint is of other objects than these, or of another number of
-                ranks in a way that can't be gone on from; the message says what to change.
+            ValueError: the checkpoint is of other objects than these, or of a number of ranks that
+                this run can't take over from; the message names the setting to change.
         """
         accum = self._accum
         if accum._micro is not None or accum._feed is not None:
@@ -348,7 +349,7 @@ class Checkpointer:
     # -- what accum.batches calls --------------------------------------------------------------
 
     def open_pass(self, feed: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
-        """The items of a pass, from where it is to go on."""
+        """The items of a pass, from its first one or from where the saved run was."""
         if self._refused:
             raise LeaseHeldError(self._refused)
         self._policy.signals.install()
@@ -429,7 +430,6 @@ class Checkpointer:
         if (last := self._written()) is not None:
             self._source = last
         more: State = {"count": self._schedule.count, "steps": self._accum.steps}
-        more["noise"] = self._noise()
         job = self._snapshot.take(self._source, self._data_pass(), more)
         self._policy.saved()
         self._saved_at = self._here()
@@ -494,23 +494,6 @@ class Checkpointer:
         window_state.restore(own, accum, self._train_state, self._order)
         self._feed_state, self._opened = own["feed"], None
         self._policy.start_at(own["count"])
-        self._load_noise(own.get("noise"))
-
-    def _noise(self) -> State | None:
-        """The noise scale so far, and what is known of the open window for it."""
-        if (probe := self._accum._probe) is None:
-            return None
-        return {"scale": probe.noise.state_dict(), "norm": probe._small, "weight": probe._weight}
-
-    def _load_noise(self, state: State | None) -> None:
-        """Go on with what `_noise` gave, if the noise scale is asked for now."""
-        if (probe := self._accum._probe) is None or state is None:
-            return
-        probe.noise.load_state_dict(state["scale"])
-        device = self._accum._sum.device
-        norm, weight = state["norm"], state["weight"]
-        probe._small = None if norm is None else norm.to(device)
-        probe._weight = weight.to(device) if isinstance(weight, Tensor) else weight
 
     @contextmanager
     def _making_workers(self, loader: Any) -> Iterator[None]:
@@ -539,7 +522,7 @@ class Checkpointer:
             return
         if found := list_checkpoints(self.directory):
             raise RuntimeError(
-                f"{found[-1]} is of another run; call resume() before training to go on from it, "
+                f"{found[-1]} is of another run; call resume() before training to continue it, "
                 f"or give another directory"
             )
         self._resumed = True

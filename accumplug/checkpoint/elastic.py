@@ -1,15 +1,15 @@
-"""A checkpoint of some ranks, gone on from by another number of ranks.
+"""A checkpoint of some number of ranks, resumed by another number of ranks.
 
-Each rank of the new run takes over a state that is put together from those of all old ranks:
+Each new rank resumes from a state that is assembled from those of all old ranks:
 
-* The window. The micro-batches that the old ranks have run in it count as run by the new ones, as
-  evenly as it goes; what is left is dealt to them. That needs the effective batch to be kept.
-  Running sums and weights: see merge.py.
-* The place in the data: see redeal.py.
+* The window. The micro-batches that the old ranks have run in it count as run by the new ranks, as
+  evenly as possible, and the remaining ones are redistributed. The effective batch has to stay the
+  same. Running sums and weights: see merge_windows.py.
+* The position in the data: see dataloading/resharding.py.
 * `micro_batches` of old rank r is added to new rank `r % ranks`, so that their sum is right and
-  none falls; `position` is spread evenly. Random numbers, buffers and what else is a rank's own
-  are those of old rank `rank % old ranks`. So two ranks may draw the same dropout mask, as all do
-  that were seeded alike.
+  none decreases; `position` is spread evenly. Random states, buffers and all else that belongs to
+  one rank are those of old rank `rank % old ranks`. So two ranks may draw the same dropout mask,
+  as ranks with the same seed do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from accumplug.parallel.ddp import ddp_modules, has_sparse_gradients
 
 
 def redistribute(states: Sequence[State], accum: Accumulator, train_state: TrainState) -> State:
-    """The state that this rank goes on from, as `window.take` gives one.
+    """The state that this rank resumes from, like one of `window_state.capture`.
 
-    `states` are those of all ranks of the run that saved, which were more or fewer than here.
+    `states` are those of all ranks of the saved run, which had more or fewer ranks than this one.
 
     Raises:
-        ValueError: something can't be kept; the message says which number to change.
+        ValueError: this is impossible; the message names the setting to change.
     """
     rank, size = accum._ranks.rank, accum._ranks.size
     saved_ranks = [SavedRank(state) for state in states]

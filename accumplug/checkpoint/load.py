@@ -24,7 +24,7 @@ from accumplug.storage.layout import (
 
 @dataclass(frozen=True)
 class Position:
-    """Where a resumed run goes on."""
+    """Where a resumed run continues."""
 
     update: int
     """Updates so far."""

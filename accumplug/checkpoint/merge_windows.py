@@ -1,4 +1,4 @@
-"""Running sums and weights of an open window, handed from some ranks to another number of them.
+"""Running sums and weights of an open window, moved to another number of ranks.
 
 A rank's sum times its divisor (`steps * reference`) is the gradient of `sum(w * l)` over its
 micro-batches. So it can be added to that of another rank once both have one divisor. Where one sum
@@ -21,7 +21,7 @@ from accumplug.storage.codec import TensorShard
 
 
 class SavedRank:
-    """What one rank of the run that saved has left."""
+    """The state of one rank of the saved run."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -32,7 +32,7 @@ class SavedRank:
         start = state["order"]["start"]
         self.deal: State = {"base": 0, "made": []} if start is None else start["deal"]
         self.taken: int = state["accum"]["position"] - self.deal["base"]
-        """Items that it was handed since the data were dealt last."""
+        """Items that it was given since the data were last redistributed."""
 
     @property
     def left(self) -> int:
@@ -41,7 +41,7 @@ class SavedRank:
 
     @property
     def divisor(self) -> Any:
-        """What its sum was divided by; None if nothing was added."""
+        """The divisor of its sum; None if nothing was added."""
         reference = self.window.get("reference")
         return _computed(lambda one: self.window["steps"] * one, reference)
 
@@ -56,10 +56,10 @@ class WindowSplit:
     done: int
     """Micro-batches that all ranks have run in it."""
     indices: list[int]
-    """How many of these count as run by each new rank. More on rank 0 than on others, if not the
-    same: who has run none has no window, and can't hold a sum."""
+    """How many of these count as run by each new rank. If uneven, the first ranks have more: a rank
+    that has run none has no window, and can't hold a sum."""
     remaining: list[int]
-    """How many each new rank has to run."""
+    """How many each new rank still has to run."""
 
     @staticmethod
     def of(saved_ranks: Sequence[SavedRank], rank: int, size: int, steps: int) -> WindowSplit:
@@ -89,7 +89,9 @@ def plan_of(saved_ranks: Sequence[SavedRank], split: WindowSplit) -> State | Non
     )
     weights = [saved_ranks[r].plan["weights"][saved_ranks[r].index + i] for _, r, i in left]  # type: ignore[index]
     mean = _computed(lambda total: total / plan["micro_batches"], plan["total"])
-    own = spread(weights, split.remaining)[split.rank] or [0.0]  # 0: for who stands in
+    own = spread(weights, split.remaining)[split.rank] or [
+        0.0
+    ]  # 0: of a rank without data that joins
     return {**plan, "weights": [mean] * split.index + own, "left": split.remaining[split.rank]}
 
 

@@ -1,4 +1,4 @@
-"""A save that is being written while the loop goes on."""
+"""A save that is written beside the loop."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class SavePolicy:
         store: what the ranks agree through; None on one rank.
         save: takes a save of this moment.
         finish: waits, with all ranks, until the last one is on disk.
-        moved: whether the run has gone on since its last save.
+        moved: whether the run has changed since its last save.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SavePolicy:
         return self._request is not None
 
     def saved(self) -> None:
-        """A save was taken. Said before rank 0 may wait for those who wait for it."""
+        """A save was taken. Other ranks hear of it before rank 0 may wait for their parts."""
         if self._save_counts is not None:
             self._save_counts.saved()
         self._schedule.saved()

@@ -1,4 +1,4 @@
-"""What one rank needs to go on inside of a window: sums, counters, place in the data, buffers."""
+"""The state of one rank inside of a window: sums, counters, position in the data, buffers."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def capture(
         "replicas": train_state.ddp_states(reduced=accum.syncs > 0),
         "order": order.state(accum.position, data_pass is not None),
         "feed": data_pass,
+        "noise": _noise(accum),
     }
 
 
@@ -54,6 +55,7 @@ def restore(state: State, accum: Accumulator, train_state: TrainState, order: Da
         accum._scaler.scale(torch.ones((), device=device))  # unscale_ asks for one call before it
     train_state.load_ddp_states(state["replicas"])
     order.load(state["order"])
+    _load_noise(state.get("noise"), accum)
 
 
 def restore_pass(state: State, feed: DataPassState) -> None:
@@ -62,6 +64,22 @@ def restore_pass(state: State, feed: DataPassState) -> None:
         feed.resumed, feed.alive = True, state["alive"]
     if state["plan"] is not None:
         feed.plan = Plan(**state["plan"])
+
+
+def _noise(accum: Accumulator) -> State | None:
+    """The noise scale so far, and what the open window has for it."""
+    if (probe := accum._probe) is None:
+        return None
+    return {"scale": probe.noise.state_dict(), "norm": probe._small, "weight": probe._weight}
+
+
+def _load_noise(state: State | None, accum: Accumulator) -> None:
+    """Load what `_noise` gave, if this run asks for the noise scale."""
+    if (probe := accum._probe) is None or state is None:
+        return
+    probe.noise.load_state_dict(state["scale"])
+    probe._small = _to(state["norm"], accum._sum.device)
+    probe._weight = _to(state["weight"], accum._sum.device)
 
 
 def pass_state(feed: DataPassState, accum: Accumulator) -> State:
