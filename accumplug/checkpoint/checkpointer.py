@@ -67,6 +67,8 @@ class Checkpointer:
         every_updates: save after so many updates, where a save needs no gradients.
         every_seconds: save when so many seconds have passed since the last save.
         keep: number of checkpoints that are kept.
+        keep_every: keep the first checkpoint of each so many updates as well, for an evaluation
+            later.
         background: write in a thread, so that the loop waits for a copy in memory only.
         signals: save and end the pass when one of these arrives.
         generators: random generators (of torch, Python or NumPy) that the data draw from and that
@@ -96,6 +98,7 @@ class Checkpointer:
         every_seconds: float | None = None,
         every_updates: int | None = None,
         keep: int = 2,
+        keep_every: int | None = None,
         background: bool = True,
         signals: Sequence[int] = (),
         generators: Sequence[Any] = (),
@@ -107,6 +110,8 @@ class Checkpointer:
             raise TypeError(f"accum is an Accumulator; got {accum!r:.100}")
         check_stateful(stateful, OPTIONS)
         check_count("keep", keep, "checkpoints")
+        if keep_every is not None:
+            check_count("keep_every", keep_every, "updates")
         if every is not None:
             check_count("every", every, "micro-batches")
         if every_updates is not None:
@@ -130,7 +135,7 @@ class Checkpointer:
                 "every": every,
                 "keep": keep,
             }
-            options |= {"every_updates": every_updates}
+            options |= {"every_updates": every_updates, "keep_every": keep_every}
             options |= {"every_seconds": every_seconds, "background": background}
             options |= {"signals": list(map(int, signals)), "objects by name": sorted(stateful)}
             self._store.compare(options)
@@ -142,6 +147,7 @@ class Checkpointer:
         self._writer = Writer(
             directory,
             keep=keep,
+            keep_every=keep_every,
             rank=ranks.rank,
             world_size=ranks.size,
             token=token,
@@ -260,6 +266,8 @@ class Checkpointer:
         self.wait()
         ranks = accum._ranks
         if start_over:
+            if self._refused:
+                raise LeaseHeldError(self._refused)
             if ranks.rank == 0:
                 leave_behind(self.directory)
             self._resumed = True

@@ -84,6 +84,7 @@ class Destination:
     world_size: int = 1
     keep: int = 2
     timeout: float = 600.0
+    keep_every: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -15,17 +15,24 @@ WRITING = ".accumplug-writing-"
 REMOVING = ".accumplug-removing-"
 
 
-def remove_older(directory: Path, newest: Path, keep: int, token: str) -> None:
+def remove_older(
+    directory: Path, newest: Path, keep: int, token: str, keep_every: int | None = None
+) -> None:
     """Keeps `newest` and the whole ones before it, `keep` in all. Later ones are left alone.
+
+    `keep_every`: of each run of so many updates, the first checkpoint stays as well.
 
     OSError names one that could not be removed; the others are removed all the same.
     """
     order = order_of(newest.name) or (0, 0, 0)
     kept, failure = 0, None
+    lasting = _firsts(directory, keep_every)
     for path in reversed(list_checkpoints(directory)):
         if (order_of(path.name) or order) > order:
             continue
         if kept >= keep:
+            if path.name in lasting:
+                continue
             try:
                 _remove(path, directory / f"{REMOVING}{token}-{path.name}")
             except OSError as error:
@@ -34,6 +41,16 @@ def remove_older(directory: Path, newest: Path, keep: int, token: str) -> None:
             kept += 1
     if failure is not None:
         raise failure
+
+
+def _firsts(directory: Path, keep_every: int | None) -> set[str]:
+    """The first whole checkpoint from update `keep_every` on, from twice that on, and so on."""
+    firsts: dict[int, str] = {}
+    for path in list_checkpoints(directory) if keep_every else []:
+        number = (order_of(path.name) or (0,))[0] // (keep_every or 1)
+        if number and number not in firsts and _looks_whole(path):
+            firsts[number] = path.name
+    return set(firsts.values())
 
 
 def _looks_whole(path: Path) -> bool:

@@ -39,6 +39,7 @@ class Writer:
         directory: str | os.PathLike[str],
         *,
         keep: int = 2,
+        keep_every: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         token: str | None = None,
@@ -51,7 +52,9 @@ class Writer:
                     f"{world_size} ranks need one token that is the same on all of them"
                 )
             token = secrets.token_hex(8)
-        self.destination = Destination(Path(directory), token, rank, world_size, keep, timeout)
+        self.destination = Destination(
+            Path(directory), token, rank, world_size, keep, timeout, keep_every
+        )
         self.background = background
         self.last: Path | None = None
         self.files: dict[str, FileEntry] = {}
@@ -152,7 +155,7 @@ class Writer:
         """The new checkpoint is on disk by now, so a failure here is none of the save."""
         to = self.destination
         try:
-            remove_older(to.directory, newest, to.keep, to.token)
+            remove_older(to.directory, newest, to.keep, to.token, to.keep_every)
         except (OSError, CheckpointError) as error:
             if not self._stays:
                 self._notices.append(f"an old checkpoint could not be removed ({error})")

@@ -126,3 +126,17 @@ def test_saves_by_updates_are_at_a_windows_start(tmp_path: Path, steps_itself: b
     run(21)
     positions = [open_checkpoint(p).manifest.position for p in list_checkpoints(tmp_path)]
     assert [(p["update"], p["pending"]) for p in positions] == [(2, 0), (4, 0), (6, 0)]
+
+
+def test_the_first_checkpoint_of_each_so_many_updates_stays(tmp_path: Path) -> None:
+    """Whole ones, after a resume as before it; the newest two as always."""
+    for until in (9, 23):
+        model, accum, checkpoint = build(tmp_path, every=3, keep=2, keep_every=3)
+        checkpoint.resume()
+        while accum.micro_batches < until:
+            block(model, accum)
+        checkpoint.close()
+    positions = [open_checkpoint(p).manifest.position for p in list_checkpoints(tmp_path)]
+    # saves after micro-batches 3, 6, ...: updates 1, 3, 4, 6, 7, 9, 10
+    assert [p["micro_batch"] for p in positions] == [6, 12, 18, 21]
+    assert [p["update"] for p in positions] == [3, 6, 9, 10]

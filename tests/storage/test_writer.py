@@ -65,7 +65,7 @@ def test_at_most_one_write_is_in_flight(tmp_path, gate):
     threading.Timer(0.2, gate.set).start()
     writer.submit(job(2))
     assert gate.is_set()
-    assert writer.last == list_checkpoints(tmp_path)[0]
+    assert writer.last in list_checkpoints(tmp_path)  # the second one may be there already
     writer.close()
     assert len(list_checkpoints(tmp_path)) == 2
 
