@@ -16,6 +16,7 @@ from accumplug.analysis.plotting import need_matplotlib
 from accumplug.analysis.report import report
 from accumplug.analysis.sweep import sweep_effective_batches
 from accumplug.analysis.user_target import load_target
+from accumplug.checkpoint.export import export
 from accumplug.noise.scale import ONE_DEVICE
 from accumplug.storage.inspect import inspect_command
 
@@ -151,6 +152,13 @@ def run_inspect(options: argparse.Namespace) -> int:
     else:
         print(text)
     return code
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint, and print the paths of the files."""
+    for path in export(options.directory, options.output):
+        print(path)
+    return GOOD
 
 
 def run_report(options: argparse.Namespace) -> int:

@@ -84,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("check", "one large batch against the same batch accumulated, on your model", _add_check),
         ("sweep", "samples per second against the effective batch", _add_sweep),
         ("inspect", "the content of a checkpoint, and whether it is whole", _add_inspect),
+        ("export", "the weights of a checkpoint as model.safetensors", _add_export),
         ("report", "one page of pictures from the log of a run", _add_report),
     ):
         command = commands.add_parser(
@@ -172,6 +173,12 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="check every byte (default: files and their sizes)"
     )
     command.set_defaults(run=commands.run_inspect)
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", type=Path, help="a checkpoint, or a directory of them")
+    command.add_argument("output", type=Path, help="the directory of model.safetensors")
+    command.set_defaults(run=commands.run_export)
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:

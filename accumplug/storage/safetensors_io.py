@@ -45,7 +45,9 @@ ALIGN = 64  # bytes: where torch's own CPU tensors start; the last bits of a GEM
 METADATA = "__metadata__"  # the one name that the format keeps for itself
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
     """Writes `tensors` (any device, any strides, dtypes of `DTYPES`) to the new file `path`."""
     # Whole multiples of ALIGN bytes first, so that all of these start at one; then wide dtypes.
     sizes = {n: t.numel() * t.dtype.itemsize for n, t in tensors.items()}
@@ -53,7 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     ordered = [
         item for _, _, item in sorted(zip(keys, range(len(keys)), tensors.items(), strict=True))
     ]
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + sizes[name]

@@ -35,7 +35,7 @@ def test_the_commands_run(line, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     log = '{"update": 1, "loss": 2.0, "lr": 0.1}\n{"update": 2, "loss": 1.0, "lr": 0.1}\n'
     (tmp_path / "runs" / "a" / "metrics.jsonl").write_text(log)
-    if line.startswith("accumplug inspect"):
+    if line.startswith(("accumplug inspect", "accumplug export")):
         save(tmp_path / "runs" / "a")
     program, *arguments = shlex.split(line)
     assert program == "accumplug"
