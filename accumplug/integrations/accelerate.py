@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from accumplug.core.options import Options, inner
 from accumplug.loop.unsupported import ENGINE
+from accumplug.parallel.fsdp import whole
 
 _MISSING = object()
 
@@ -216,7 +217,7 @@ class AccelerateHost:
         self._finish()
         self._clipped = (float(max_norm), float(norm_type))
         norm = Accelerator.clip_grad_norm_(self.accelerator, parameters, max_norm, norm_type)
-        self.grad_norm = norm.detach().clone() if isinstance(norm, Tensor) else norm
+        self.grad_norm = whole(norm.detach()).clone() if isinstance(norm, Tensor) else norm
         return norm
 
     def _clip_value(self, parameters: Any, clip_value: float) -> None:

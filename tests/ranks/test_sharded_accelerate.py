@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from versions import REDUCE_SCATTER, averaging
 
 from accumplug import Accumulator, Checkpointer
 from accumplug.storage.layout import list_checkpoints
@@ -40,9 +43,10 @@ def sharding(rank: int, scaled: bool = False, **options: Any) -> Iterator[Accele
         min_num_params=20,
         cpu_ram_efficient_loading=False,
     )
+    warnings.filterwarnings("ignore", message="TypedStorage")  # torch 2.8, of its own checkpoints
     if scaled:
         options["mixed_precision"] = "fp16"
-    with accelerated(rank, fsdp_plugin=plugin, **options) as accelerator:
+    with averaging(), accelerated(rank, fsdp_plugin=plugin, **options) as accelerator:
         # accelerate 1.15, state.py: only on a machine with accelerators the plugin decides
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.distributed_type = DistributedType.FSDP
@@ -58,17 +62,14 @@ def sharding(rank: int, scaled: bool = False, **options: Any) -> Iterator[Accele
 def counting_reductions() -> Iterator[list[int]]:
     """How many numbers each reduce-scatter had."""
     found: list[int] = []
-    reduce_scatter = dist.reduce_scatter_single
+    reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
     def count(*args: Any, **options: Any) -> Any:
         found.append(options["input"].numel())
         return reduce_scatter(*args, **options)
 
-    dist.reduce_scatter_single = count
-    try:
+    with mock.patch.object(dist, REDUCE_SCATTER, count):
         yield found
-    finally:
-        dist.reduce_scatter_single = reduce_scatter
 
 
 def whole(parameters: Any) -> list[Tensor]:
@@ -91,7 +92,8 @@ def train(rank: int, sync: str, who: str, scaled: bool) -> tuple[list[Tensor], l
         def step() -> None:
             norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
             if who == "loop behind" and accelerator.sync_gradients:
-                norms.append(float(norm))
+                # in torch 2.8, the number that a DTensor is said to be is that of one rank
+                norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -122,6 +124,8 @@ def test_a_sharded_window_of_an_accelerate_loop_is_one_big_batch(
 ) -> None:
     """Weights by token, a tail, the clip of whoever steps; reductions as the mode says."""
     expected, expected_norms = textbook(world, CLIP)
+    # torch 2.8 adds 1e-6 to the norm of each shard where it clips, not to that of all
+    clipped = 1e-13 if who == "accum" or hasattr(Tensor, "grad_dtype") else 1e-7
     for got, norms, (updates, syncs, scattered) in ranks.run(world, train, sync, who, scaled):
         assert updates == 3
         assert syncs == (3 if sync == "last" else 7)
@@ -129,9 +133,9 @@ def test_a_sharded_window_of_an_accelerate_loop_is_one_big_batch(
         # AdamW divides by the root of a moment, which stretches rounding (1e-16, with the scaler
         # the 1e-7 of fp32) a hundredfold
         for ours, theirs in zip(got, expected, strict=True):
-            tolerance = 1e-4 if scaled else 1e-13
+            tolerance = 1e-4 if scaled else clipped
             torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=tolerance)
-        assert norms == pytest.approx(expected_norms, rel=1e-5 if scaled else 1e-13)
+        assert norms == pytest.approx(expected_norms, rel=1e-5 if scaled else clipped)
 
 
 def like_accumulate(rank: int) -> tuple[list[Tensor], list[Tensor]]:
