@@ -133,6 +133,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # LBFGS of torch 2.8
 def test_the_state_of_each_optimizer_comes_back_the_same(name):
     """Integer keys, tuples (betas), 0-dim step tensors, LBFGS's lists: what torch has, is kept."""
     model = a_model()
