@@ -49,8 +49,8 @@ class Run:
         self.accum = Accumulator(STEPS, accelerator=self.accelerator, optimizer=self.optimizer)
         self.writing: list[Any] = []
 
-    def checkpointer(self, name: str = "accum", every: int | None = None) -> Checkpointer:
-        return Checkpointer(self.folder / name, self.accum, model=self.model, every=every)
+    def checkpointer(self) -> Checkpointer:
+        return Checkpointer(self.folder / "accum", self.accum, model=self.model)
 
     def train(self, micro_batches: int, save: Callable[[], object] | None = None) -> list[Block]:
         """Train micro-batches, and save after the last one if there is a `save`."""
@@ -90,11 +90,10 @@ def checkpoint(settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=settings.output_dir) as folder:
         run = Run(settings, folder)
         run.train(STEPS)  # makes the moments
-        first, held, longer = take_turns(run, "start")
-        run.train(STEPS // 2)
-        run.accum.flush()  # so that the same numbers of micro-batches end in a window's middle
-        _, held_inside, longer_inside = take_turns(run, "middle")
         with run.checkpointer() as checkpointer:
+            first, held, longer = take_turns(run, checkpointer)
+            run.train(STEPS // 2)
+            _, held_inside, longer_inside = take_turns(run, checkpointer)
             checkpointer.save()
             run.train(1)
             share = new_share(checkpointer.save())
@@ -127,21 +126,22 @@ def checkpoint(settings: Settings) -> dict[str, Any]:
 Times = dict[str, list[float]]
 
 
-def take_turns(run: Run, name: str) -> tuple[float, Times, Times]:
-    """Save in each way in turn, with a window without a save between.
+def take_turns(run: Run, checkpointer: Checkpointer) -> tuple[float, Times, Times]:
+    """Save in each way in turn at the present place of a window, and in every second window.
 
     Returns the seconds that the first save of accum holds the loop's thread, those that each later
     save does, and those that the 16 micro-batches from a save on take longer than the 16 before.
     """
-    ways = {"save_state": run.save_state, "DCP async_save": run.async_save, "accum": None}
-    every = APART * len(ways)  # accum saves by itself when it has trained a multiple of this
-    run.train(-run.accum.micro_batches % every)
+    ways: dict[str, Callable[[], object]] = {
+        "accum": lambda: checkpointer.save(wait=False),
+        "save_state": run.save_state,
+        "DCP async_save": run.async_save,
+    }
     blocks: list[Block] = []
-    with run.checkpointer(name, every):
-        for _ in range(run.settings.repeats + 1):
-            for save in ways.values():
-                blocks += run.train(APART, save)
-        blocks += run.train(STEPS)
+    for _ in range(run.settings.repeats + 1):
+        for save in ways.values():
+            blocks += run.train(APART, save)
+    blocks += run.train(STEPS)
     held: Times = {name: [] for name in ways}
     longer: Times = {name: [] for name in ways}
     for turn, at in enumerate(range(APART - 1, len(blocks) - STEPS, APART)):
@@ -158,14 +158,16 @@ def memory_of_a_save(settings: Settings, way: str) -> float:
     """In a child: memory at the peak of a save in a window's middle above that of windows."""
     with tempfile.TemporaryDirectory(dir=settings.output_dir) as folder:
         run = Run(settings, folder)
-        run.train(STEPS)
-        with run.checkpointer("accum", 3 * STEPS + STEPS // 2 if way == "accum" else None):
-            run.train(STEPS)
+        with run.checkpointer() as checkpointer:
+            run.train(2 * STEPS)
             gc.collect()
             peak_bytes(settings.device, reset=True)
             run.train(STEPS)
             usual = peak_bytes(settings.device, reset=True)
-            run.train(STEPS // 2, None if way == "accum" else run.async_save)
+            ours = way == "accum"
+            run.train(
+                STEPS // 2, (lambda: checkpointer.save(wait=False)) if ours else run.async_save
+            )
             run.train(STEPS)
             above = peak_bytes(settings.device) - usual
             for writing in run.writing:

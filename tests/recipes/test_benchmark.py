@@ -40,17 +40,17 @@ def test_waits_are_not_counted_on_a_cpu():
 
 @pytest.mark.parametrize("before", [0, STEPS // 2])
 def test_saves_fall_on_the_place_of_the_window_that_their_row_names(tmp_path, monkeypatch, before):
-    """The Checkpointer's own saves, and those of the others: all with so many pending."""
+    """All with so many pending."""
     monkeypatch.setattr(benchmark_checkpoints, "TOKENS", 4)
     run = Run(Settings("cpu", 1, tmp_path, smoke=True), tmp_path)
     run.train(before)
-    run.accum.flush()
     pending = []
     for way in ("save_state", "async_save"):
         monkeypatch.setattr(run, way, lambda: pending.append(run.accum.pending))
-    _, held, longer = take_turns(run, "own")
+    with run.checkpointer() as checkpointer:
+        _, held, longer = take_turns(run, checkpointer)
     assert pending == [before] * 4
-    saved = [int(path.name.rpartition("-")[2]) for path in (tmp_path / "own").glob("update-*")]
-    assert [(micro_batch - before) % STEPS for micro_batch in saved] == [before] * 2
+    saved = [int(path.name.rpartition("-")[2]) for path in (tmp_path / "accum").glob("update-*")]
+    assert [micro_batch % STEPS for micro_batch in saved] == [before] * 2
     assert max(saved) - min(saved) == 3 * benchmark_checkpoints.APART
     assert {name: len(times) for name, times in held.items()} == dict.fromkeys(longer, 1)
