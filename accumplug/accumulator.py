@@ -1,39 +1,48 @@
-"""One object that owns the window: what each block finds, and what becomes of it."""
+"""The public face of a window: options in, one object out."""
 
 from __future__ import annotations
 
-import time
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any, ClassVar, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from accumplug.core.gradients import GradientBuffer, OtherOwners
+from accumplug.core.gradients import GradientBuffer
+from accumplug.core.host import Host, PlainHost
 from accumplug.core.noise_probe import NoiseProbe
-from accumplug.core.normalization import Normalizer, Plan
-from accumplug.core.optimizer_step import forget_unscaled, unscaled
-from accumplug.core.options import Options
-from accumplug.core.result import Closed, LossSum, WindowResult, zero
-from accumplug.core.window import Weight, Window, check_steps, check_weight
-from accumplug.errors import TornWindowError
-from accumplug.inplace import InplaceGradients, InplaceReport
-from accumplug.loop.data_pass import DataPassState, Pass, PassObserver, iterate
+from accumplug.core.options import NonFinite, Options, Reduction, Sync, Tail
+from accumplug.core.result import WindowResult
+from accumplug.core.state import BlockState, LoopState, PassObserver
+from accumplug.core.window import Weight, check_steps, check_weight
+from accumplug.inplace import InplaceReport
+from accumplug.loop.data_pass import Batches
+from accumplug.loop.lifecycle import Lifecycle
 from accumplug.loop.micro_batch import MicroBatch
 from accumplug.loop.models import Models
-from accumplug.loop.registry import find_foreign, shares_scaler
-from accumplug.loop.rendezvous import refuse_absent
-from accumplug.loop.stepper import Stepper
+from accumplug.loop.split import split
 from accumplug.noise.scale import NoiseScale
-from accumplug.parallel.ddp import forget_marks
 from accumplug.parallel.group import DataParallelGroup
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[[], Any])
-COUNTERS = ("windows", "updates", "skipped", "micro_batches", "epoch", "position", "syncs")
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class Handle(Generic[F]):
+    """What a callback is registered by. Called, it is the callback, so that it may decorate one."""
+
+    def __init__(self, functions: list[Any], function: F) -> None:
+        self._functions = functions
+        self._function = function
+        functions.append(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Let the callback run no more. Removing twice is fine."""
+        if self._function in self._functions:
+            self._functions.remove(self._function)
 
 
 class Accumulator:
@@ -49,7 +58,9 @@ class Accumulator:
 
     Args:
         steps: micro-batches in a window on one rank, or a function of the number of updates
-            so far. Settable; a new value holds from the next window on.
+            so far. Settable; a new value holds from the next window on. None: a window is open
+            until `flush()`, until a block says so (`accum(model, closes=True)`), or until the last
+            part of an item (`split`).
         accelerator: an `accelerate.Accelerator`, for a loop that has one. Every other line of
             the loop stays; `with accum(model)` takes the place of `accelerator.accumulate`.
         optimizer: one or several. If given, accum takes the step when the closing block ends:
@@ -70,6 +81,9 @@ class Accumulator:
             rule), "skip_micro_batch" (leave out the micro-batch and its weight; waits for the
             device in each), or "raise".
         process_group: the data-parallel ranks; all of them by default.
+        models: modules, as wrapped for the ranks, that blocks will run. Only needed on a rank
+            that may have no data in its first pass, so that its part in the others' reductions
+            goes through DistributedDataParallel's own buckets and hooks.
 
     Attributes:
         windows: closed so far, updates or not.
@@ -77,34 +91,34 @@ class Accumulator:
         skipped: windows closed without one: a gradient that was not finite, or no weight at all.
         micro_batches: that counted on this rank.
         epoch: finished passes through the data.
-        position: items that `batches` has handed out in this pass.
+        position: items of this pass, from `batches`, that were trained on.
         syncs: gradient reductions over the ranks that really ran on this rank.
 
     Raises:
         ValueError: options that are unknown, contradict each other or would be ignored.
+        TypeError: an argument of a wrong type.
     """
-
-    _live: ClassVar[weakref.WeakSet[Accumulator]] = weakref.WeakSet()
-    """All Accumulators: the backward of one must add nothing to the sums of the others."""
 
     def __init__(
         self,
-        steps: int | Callable[[int], int],
+        steps: int | Callable[[int], int] | None,
         *,
-        accelerator: Any = None,
-        optimizer: Any = None,
+        accelerator: Any = None,  # an accelerate.Accelerator, which is imported only if used
+        optimizer: Any = None,  # one or several, as they are or prepared
         scheduler: Any = None,
         scaler: Any = None,
         max_grad_norm: float | None = None,
-        tail: str = "flush",
-        sync: str = "last",
+        tail: Tail = "flush",
+        sync: Sync = "last",
         accumulate_dtype: torch.dtype | None = None,
         inplace: bool = False,
-        nonfinite: str = "skip_window",
-        process_group: Any = None,
+        nonfinite: NonFinite = "skip_window",
+        process_group: torch.distributed.ProcessGroup | None = None,
+        models: Sequence[nn.Module] = (),
     ) -> None:
+        self._state = state = LoopState()
         self.steps = steps
-        self._options = options = Options.check(
+        options = Options.check(
             optimizer,
             scheduler,
             scaler,
@@ -114,89 +128,123 @@ class Accumulator:
             nonfinite,
             accumulate_dtype,
         )
-        self._wide = accumulate_dtype
-        self._ranks = DataParallelGroup(process_group)
-        self._loop: Any = None
+        host: Host = PlainHost(bool(options.optimizers))
         if accelerator is not None:
             from accumplug.integrations.accelerate import AccelerateHost
 
-            self._loop = AccelerateHost(accelerator, self.backward, options, self._steps)
+            host = AccelerateHost(accelerator, self.backward, options, state.steps)
             scaler = accelerator.scaler if scaler is None else scaler
-        self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
-        self._sum = GradientBuffer(options.optimizers, self._loop)
-        self._models = Models(self._sum, self._ranks, options, self._loop, inplace)
-        self._weights = Normalizer(self._ranks, self._sum, sync == "every")
-        self._update = Stepper(self, options, self._sum, self._scaler, self._loop)
-        self._probe: NoiseProbe | None = None
-        self._losses = LossSum()
-        self._others = OtherOwners()
-        self._window: Window | None = None
-        self._micro: MicroBatch | None = None
-        self._feed: DataPassState | None = None
-        self._keeper: PassObserver | None = None
-        self._callbacks: list[Callable[[], Any]] = []
-        self._before_block: list[Callable[[], Any]] = []
-        self._after_block: list[Callable[[], Any]] = []
-        self._opened = 0.0
-        self._closed: Closed | None = None
-        self._last: WindowResult | None = None
-        self.windows = self.updates = self.skipped = self.micro_batches = 0
-        self.epoch = self.position = self.syncs = 0
-        Accumulator._live.add(self)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        group = DataParallelGroup(process_group)
+        gradients = GradientBuffer(options.optimizers, host.models)
+        known = Models(gradients, group, options, host, inplace, models)
+        self._lifecycle = Lifecycle(state, options, group, host, gradients, known, scaler)
         if accelerator is not None:
-            from accumplug.integrations.accelerate_state import follow
+            from accumplug.integrations.accelerate_state import register_hooks
 
-            follow(self, accelerator)
+            register_hooks(self._lifecycle, accelerator)
 
     def __repr__(self) -> str:
-        torn = ", torn" if self._window is not None and self._window.torn is not None else ""
+        window = self._state.window
+        torn = ", torn" if window is not None and window.torn is not None else ""
         return f"<Accumulator: {self.updates} updates, {self.pending} pending{torn}>"
 
+    # -- what it tells ---------------------------------------------------------------------------
+
     @property
-    def steps(self) -> int:
-        """Micro-batches in the next window."""
-        return check_steps(self._steps(self.updates) if callable(self._steps) else self._steps)
+    def steps(self) -> int | None:
+        """Micro-batches in the next window; None if their number is open."""
+        return None if self._state.steps is None else self._state.next_steps()
 
     @steps.setter
-    def steps(self, steps: int | Callable[[int], int]) -> None:
-        self._steps = steps if callable(steps) else check_steps(steps)
+    def steps(self, steps: int | Callable[[int], int] | None) -> None:
+        self._state.steps = steps if steps is None or callable(steps) else check_steps(steps)
 
     @property
     def takes_step(self) -> bool:
         """Whether accum steps the optimizers; else the loop does."""
-        return bool(self._options.optimizers)
+        return bool(self._lifecycle.options.optimizers)
 
     @property
     def pending(self) -> int:
         """Micro-batches in the open window; 0 between windows."""
-        return self._window.index if self._window is not None else 0
+        return self._state.pending
 
     @property
     def last(self) -> WindowResult | None:
         """The last closed window, or None. Reading it may wait for the device."""
-        if self._last is None and self._closed is not None:
-            self._last = self._closed.read()
-        return self._last
+        return self._state.last
+
+    @property
+    def windows(self) -> int:
+        """Windows closed so far, updates or not."""
+        return self._state.windows
+
+    @property
+    def updates(self) -> int:
+        """Windows that became an update."""
+        return self._state.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows closed without an update: a gradient that was not finite, or no weight at all."""
+        return self._state.skipped
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that counted on this rank."""
+        return self._state.micro_batches
+
+    @property
+    def epoch(self) -> int:
+        """Finished passes through the data."""
+        return self._state.epoch + self._state.is_between_passes
+
+    @property
+    def position(self) -> int:
+        """Items of this pass, from `batches`, that were trained on; 0 between passes."""
+        return 0 if self._state.is_between_passes else self._state.position
+
+    @property
+    def syncs(self) -> int:
+        """Gradient reductions over the ranks that really ran on this rank."""
+        return self._state.syncs
+
+    @property
+    def parts(self) -> Lifecycle:
+        """What this object is made of, for code that extends it (a Checkpointer, a trainer)."""
+        return self._lifecycle
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """Set it to a `NoiseScale()` to have each window tell it two norms; None by default.
+        """Set it to a `NoiseScale()` to have each window record two norms; None by default.
 
         The small batch is the window's first micro-batch, the large one its sum. Needs windows of
         two micro-batches or more, and sync="last". Each window then waits once more for the device.
         """
-        return None if self._probe is None else self._probe.noise
+        probe = self._lifecycle.noise_probe
+        return None if probe is None else probe.noise
 
     @noise_scale.setter
     def noise_scale(self, noise: NoiseScale | None) -> None:
-        if noise is not None and self._options.sync == "every":
+        own = self._lifecycle
+        if noise is not None and own.options.sync == "every":
             raise ValueError(
                 'the noise scale compares one micro-batch with the window; under sync="every" the '
                 "sum is over the ranks from the first micro-batch on"
             )
-        self._probe = None if noise is None else NoiseProbe(noise, self._sum)
+        own.noise_probe = None if noise is None else NoiseProbe(noise, own.gradients)
 
-    def __call__(self, model: nn.Module, *models: nn.Module, weight: Weight = 1) -> MicroBatch:
+    def inplace_report(self) -> InplaceReport:
+        """Which modules `inplace=True` has served so far, and why it has not served the others."""
+        server = self._lifecycle.models.inplace
+        return InplaceReport() if server is None else server.report()
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def __call__(
+        self, model: nn.Module, *models: nn.Module, weight: Weight = 1, closes: bool = False
+    ) -> MicroBatch:
         """The context of one micro-batch.
 
         Args:
@@ -204,18 +252,22 @@ class Accumulator:
             weight: how many items (tokens, samples) the loss is a mean over: a number, or a
                 0-dim tensor, which costs no wait for the device. The number 0 adds nothing at
                 all, even if the loss is NaN.
+            closes: end the window with this micro-batch, e.g. at a token budget. All ranks have
+                to end it with one of theirs.
 
         Raises:
             ValueError: a weight or a model that can't be made right.
             TornWindowError, RuntimeError: on entry, if the window is torn or a block is open.
         """
-        return MicroBatch(self, (model, *models), check_weight(weight))
+        block = BlockState((model, *models), check_weight(weight))
+        block.closes_early = closes
+        return MicroBatch(self._lifecycle, block)
 
     def backward(
         self,
         loss: Tensor,
         weight: Weight | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         *,
         extra: Tensor | None = None,
         retain_graph: bool | None = None,
@@ -230,45 +282,56 @@ class Accumulator:
             reduction: "mean", or "sum" if `loss` is a sum over `weight` items.
             extra: a second term, one element, to be averaged over micro-batches instead of items.
                 Only under `batches(loader, weigh=...)`, where the size of the window is known.
-            retain_graph, create_graph: as in `torch.Tensor.backward`.
+            retain_graph: as in `torch.Tensor.backward`.
+            create_graph: as in `torch.Tensor.backward`.
 
         Raises:
             RuntimeError: outside of a block, or a second one where the first was reduced.
             ValueError: a loss of several elements, or without a graph.
         """
-        if self._micro is None:
+        block = self._state.block
+        if block is None:
             raise RuntimeError("backward outside of a block; it belongs into `with accum(...):`")
-        self._micro.backward(
-            loss,
-            weight,
-            reduction,
-            extra=extra,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-        )
+        self._lifecycle.backward(block, loss, weight, reduction, extra, retain_graph, create_graph)
 
     def batches(
         self, loader: Iterable[T], weigh: Callable[[T], Weight] | None = None
-    ) -> Iterator[T]:
+    ) -> Batches[T]:
         """One pass through `loader`, of whatever kind; it yields the loader's items.
 
         It knows the last item (one item of look-ahead, never `len`), so that a tail can be
-        flushed, and counts the position. Ranks whose data end early take part with weight 0
-        until all have ended. With `weigh`, a function from an item to its weight, it looks one
+        flushed, and counts the position. The loop may read ahead: a block is the last one of the
+        pass if it leaves no item without a block. Ranks whose data end early take part with weight
+        0 until all have ended. With `weigh`, a function from an item to its weight, it looks one
         window ahead instead of one item, so that the total weight is known from the window's
-        first micro-batch on.
+        first micro-batch on. It has a length where `loader` has one.
 
         Raises:
             RuntimeError: ranks have different numbers of items and this one can't take the steps
                 of the loop (neither `optimizer` nor `accelerator` was given).
         """
-        if self._ranks.size > 1 and not self.takes_step and self._loop is None:
-            warnings.warn(
-                "without optimizer= or accelerator= a rank whose data end early can't take the "
-                "others' steps; if the ranks' data end at different times, batches will raise",
-                stacklevel=2,
-            )
-        return Pass(self, iterate(self, loader, weigh))
+        self._lifecycle.warn_uneven()
+        return Batches(self._state, loader, self._lifecycle.data_pass.batches(loader, weigh))
+
+    def split(self, batch: T, size: int) -> Iterator[T]:
+        """The parts of one item, `size` rows each but the last: one block a part.
+
+        Parts count like any micro-batch, and the last part of the last item closes a tail. With
+        `steps=None` the last part closes the window: one batch, one update. Under
+        `batches(..., weigh=)` a window is `steps` whole items, and each part is weighed by itself.
+        A process that resumes inside of an item is given it again, and `split` leaves out the
+        parts that were trained on.
+
+        Args:
+            batch: a tensor, or tuples, lists, dicts and dataclasses of them; tensors are cut
+                along their first dimension, which all of them share; anything else goes to all.
+            size: rows of a part.
+
+        Raises:
+            ValueError: no tensor to cut, tensors of different lengths, or another size than the
+                run that is resumed had.
+        """
+        return split(self._state, self._lifecycle.group, batch, size)
 
     def flush(self) -> bool:
         """Close a started window now, reducing over the ranks; all of them have to call it.
@@ -276,46 +339,50 @@ class Accumulator:
         Returns whether there was one on any rank. If the loop takes the steps, it has to take
         one then.
         """
-        if self.pending and self._plan() is not None:
-            raise RuntimeError(
-                f"flush after {self.pending} micro-batches of a window whose total weight weigh= "
-                f"has promised; finish the window, or discard() it"
-            )
-        micro = MicroBatch(self, tuple(self._models.known()), 0.0)
-        micro.virtual = micro.flushes = True
-        with micro:
-            micro.skip()
-        return micro.closes
+        return self._lifecycle.flush()
 
     def discard(self) -> None:
         """Throw the open window away, torn or not: its micro-batches, its gradients.
 
         Under `weigh=`, which has counted the window as a whole, `batches` goes on with the next.
         """
-        if self._micro is not None:
-            raise RuntimeError("discard inside of a block; leave it first")
-        if self.pending and (plan := self._plan()) is not None:
-            plan.discarded = True
-        self._forget_window()
-        if self._scaler is not None:
-            forget_unscaled(self._scaler, self._options.optimizers)
-        for ddp in self._sum.ddp_modules(self._sum.models):
-            forget_marks(ddp)
-        self._sum.clear()
-        self._sum.narrow()
+        self._lifecycle.discard()
 
-    def inplace_report(self) -> InplaceReport:
-        """Which modules `inplace=True` has served so far, and why it has not served the others."""
-        return InplaceReport() if self._models.server is None else self._models.server.report()
+    def close(self) -> None:
+        """Throw an open window away and let go of all callbacks, hooks and observers."""
+        self._lifecycle.close()
 
-    def on_update(self, function: F) -> F:
+    # -- who wants to know -----------------------------------------------------------------------
+
+    def on_update(self, function: F) -> Handle[F]:
         """Let `function()` run after each real update, never after a skipped one.
 
         The gradients are still there. In a loop that takes the steps itself it runs when the
-        closing block ends, so step inside of the block.
+        closing block ends, so step inside of the block. May be used as a decorator; `remove()` of
+        what it returns ends it.
         """
-        self._callbacks.append(function)
-        return function
+        return Handle(self._lifecycle.after_update, function)
+
+    def on_window(self, function: F) -> Handle[F]:
+        """Let `function(result)` run after each closed window, a skipped one too.
+
+        `result` is the window's `WindowResult`; reading it waits for the device once a window.
+        """
+        return Handle(self._lifecycle.after_window, function)
+
+    def on_block_start(self, function: F) -> Handle[F]:
+        """Let `function()` run before each block."""
+        return Handle(self._lifecycle.before_block, function)
+
+    def on_block_end(self, function: F) -> Handle[F]:
+        """Let `function()` run after each block that has ended well, and what it closed."""
+        return Handle(self._lifecycle.after_block, function)
+
+    def observe_pass(self, observer: PassObserver | None) -> None:
+        """Let `observer` see each pass of `batches`: open it, stop it, count its items."""
+        self._state.observer = observer
+
+    # -- saving ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the open window, as JSON scalars and 0-dim tensors.
@@ -324,227 +391,10 @@ class Accumulator:
 
         Raises:
             RuntimeError: inside of a block, in a torn window, or between the scaler's unscale_
-                and update, where a save could not be gone on from.
+                and update, where a save could not be resumed.
         """
-        if self._micro is not None:
-            raise RuntimeError("state_dict inside of a block; a micro-batch is saved when it ends")
-        if self._window is not None and self._window.torn is not None:
-            raise TornWindowError(self._torn_message())
-        if self._scaler is not None and unscaled(self._scaler):
-            raise RuntimeError(
-                "state_dict between the GradScaler's unscale_ and update: the gradients would be "
-                "unscaled again by who goes on from it. Save after scaler.update()"
-            )
-        state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        state["mean_weight"], state["last"] = self._weights.mean, None
-        if self.last is not None:
-            state["last"] = asdict(self.last)
-        state["window"] = None
-        if self._window is not None:
-            state["window"] = self._window.state_dict()
-            losses = self._losses.value
-            state["loss_sum"] = None if losses is None else losses.clone()
-            state["overflows"] = self._update.overflows
-            state["elapsed"] = time.perf_counter() - self._opened
-        return state
+        return self._lifecycle.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; an open window of this object is thrown away."""
-        self.discard()
-        for name in COUNTERS:
-            setattr(self, name, state[name])
-        self._weights.mean = state["mean_weight"]
-        self._closed = None
-        self._last = None if state["last"] is None else WindowResult(**state["last"])
-        if state["window"] is not None:
-            self._window = Window(**state["window"])
-            self._losses.value, self._update.overflows = state["loss_sum"], state["overflows"]
-            self._opened = time.perf_counter() - state["elapsed"]
-
-    # -- what a block asks -------------------------------------------------------------------
-
-    def _admit(self, models: Sequence[nn.Module]) -> None:
-        """Refuse what can't be made right, before anything is done."""
-        for function in tuple(self._before_block):
-            function()
-        if (window := self._window) is not None:
-            if window.torn is None and (what := self._sum.touched()) is not None:
-                self._tear(what)
-            if window.torn is not None:
-                raise TornWindowError(self._torn_message())
-        self._models.see(models)
-        if self._wide is not None and window is not None:
-            self._sum.widen(self._wide)  # a model that is new in it
-        if self._absent():
-            refuse_absent(self)
-
-    def _open_window(self) -> Window:
-        if self._window is None:
-            steps = self.steps if (plan := self._plan()) is None else max(len(plan.weights), 1)
-            if self._sum.refresh():
-                self._models.serve()
-            if self._wide is not None:
-                self._sum.widen(self._wide)
-            if steps > 1:
-                self._models.check_windows()
-            self._window = Window(steps)
-            self._opened = time.perf_counter()
-            if self.takes_step:
-                self._sum.clear()  # e.g. what another model's loss has left since the last close
-        return self._window
-
-    def _at_end(self) -> bool:
-        """Whether an Accelerate loop that runs without `batches` has got its last batch."""
-        return self._loop is not None and self._feed is None and self._loop.at_end()
-
-    def _ends(self, window: Window, at_end: bool) -> bool:
-        if window.index + 1 >= window.steps:
-            return True
-        last = at_end if self._feed is None else self._feed.last
-        return last and self._options.tail == "flush"
-
-    def _plan(self) -> Plan | None:
-        return self._feed.plan if self._feed is not None else None
-
-    def _absent(self) -> bool:
-        """Whether some ranks, but not all, have no data left."""
-        return self._feed is not None and 0 < self._feed.alive < self._ranks.size
-
-    def _may_overlap(self, ddps: Sequence[Any]) -> bool:
-        """Whether the closing backward itself may reduce; all ranks find the same.
-
-        Not with several DDP modules (ranks that use them in another order would mix them up),
-        nor while a rank is without data, nor if the micro-batch may have to be taken back or the
-        sum has another dtype than DDP's buckets.
-        """
-        return (
-            len(ddps) == 1
-            and not self._absent()
-            and self._options.nonfinite != "skip_micro_batch"
-            and self._wide is None
-        )
-
-    def _serves(self, micro: MicroBatch) -> InplaceGradients | None:
-        """What adds gradients in place in this micro-batch: not where DDP has to see each one."""
-        reducing = micro.reduces and micro.ddp_modules
-        return None if reducing or micro.roots else self._models.server
-
-    def _foreign(self) -> OtherOwners:
-        """What belongs to the other Accumulators and not to this one."""
-        if self._others.changes != GradientBuffer.changes:
-            self._others = find_foreign(self)
-        return self._others
-
-    def _refer(self, weight: Weight) -> None:
-        """See to the window's reference weight before a micro-batch of `weight` is added."""
-        self._weights.refer(self._open_window(), weight, self._plan())
-
-    # -- the end of a block ------------------------------------------------------------------
-
-    def _leave(self, micro: MicroBatch) -> None:
-        """A block ended well: count it, and close the window if it ends."""
-        window = self._open_window()
-        if not micro.virtual:
-            window.index += 1
-            self.micro_batches += not micro.absent
-        if micro.ends:
-            try:
-                self._close(micro, window)
-            except BaseException as error:
-                window.torn = window.torn or f"{type(error).__name__} in its close"
-                raise
-        elif window.index == 0:
-            self._window = None
-        if micro.at_end:
-            self._end_pass()
-        for function in tuple(self._after_block):
-            function()
-
-    def _close(self, micro: MicroBatch, window: Window) -> None:
-        """The window becomes an update, or is skipped."""
-        clips = self._loop.clip_values() if self._loop is not None else []
-        noise = self._probe.values(self._update.scale) if self._probe is not None else []
-        loss = zero(self._sum.device) if self._losses.value is None else self._losses.value
-        sums = self._ranks.sum([loss, self._update.overflows, *clips, *noise])
-        scale, total = self._update.scale, self._weights.total
-        norm, stepped = None, False
-        if not micro.void and self.takes_step:
-            norm, stepped = self._update.take(window, total, shares_scaler(self))
-        elif not micro.void:
-            norm, stepped = self._update.see(micro, sums[2 : 2 + len(clips)], self._ranks.size)
-        if self._options.nonfinite == "skip_micro_batch":
-            self._update.back_off(float(sums[1]))
-        if self._probe is not None and stepped:
-            self._probe.tell(norm, total, sums[-3:])
-        self._last, self._closed = (
-            None,
-            Closed(
-                index=self.windows,
-                micro_batches=window.index,
-                weight=total,
-                loss_sum=sums[0],
-                grad_norm=norm,
-                stepped=stepped,
-                scale=1.0 if scale is None else scale,
-                seconds=time.perf_counter() - self._opened,
-            ),
-        )
-        self.windows += 1
-        self.updates += stepped
-        self.skipped += not stepped
-        self._forget_window()
-        try:
-            for function in self._callbacks if stepped else ():
-                function()
-        finally:
-            self._sum.forget_mark()
-            if self.takes_step or micro.void:
-                self._sum.clear()
-            self._sum.narrow()
-
-    def _forget_window(self) -> None:
-        self._window, self._losses = None, LossSum()
-        self._update.forget()
-        if self._probe is not None:
-            self._probe.forget()
-
-    def _join(self) -> None:
-        """Take part in a window of the other ranks, with what is pending here or with nothing."""
-        in_step = self._feed is not None and self._feed.in_step
-        micro = MicroBatch(self, tuple(self._models.known()), 0.0)
-        micro.virtual, micro.absent = not in_step, True
-        with micro:
-            micro.skip()
-
-    def _end_pass(self) -> None:
-        """The data ended."""
-        if self.pending and self._options.tail == "drop":
-            self.discard()
-        if self.pending and self._options.tail == "flush":
-            self._join()  # the loop left the last item out
-        self.epoch += 1
-        self.position = 0
-
-    def _fail(self, micro: MicroBatch, error: BaseException) -> None:
-        """A block ended by an exception: its micro-batch does not count."""
-        window = self._window
-        if window is not None and (micro.began or micro.settled):
-            window.torn = window.torn or (
-                f"{type(error).__name__} in micro-batch {micro.index} after its backward began"
-            )
-        elif window is not None and window.index == 0:
-            self._window = None
-
-    def _tear(self, why: str) -> None:
-        if self._window is not None:
-            self._window.torn = (
-                f"{why} while the window was open (zero_grad, clip and unscale belong after the "
-                f"micro-batch that closes)"
-            )
-
-    def _torn_message(self) -> str:
-        window = self._open_window()
-        return (
-            f"the window is torn after {window.index} of {window.steps} micro-batches: "
-            f"{window.torn}. accum.discard() throws it away and the next block starts a new one"
-        )
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave; an open window of this object is thrown away."""
+        self._lifecycle.load_state_dict(saved)

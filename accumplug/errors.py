@@ -38,3 +38,7 @@ class MovedError(RuntimeError):
             f"torch {torch.__version__} moved {name}, which accumplug reads for {purpose}. Use a "
             f"version of torch that accumplug was tested with (docs/versions.md)"
         )
+
+
+class OptionTypeError(TypeError, ValueError):
+    """An argument of a wrong type. A ValueError too, which it was in the first version."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from accumplug.accumulator import Accumulator
-from accumplug.analysis.batch_tree import Batch, cut
 from accumplug.analysis.sync_counter import Loss, call_loss
+from accumplug.core.batch_tree import Batch, cut
 from accumplug.dataloading import rng
 
 __all__ = ["Case", "Comparison", "Difference", "Gradients", "Loop", "Split", "compare"]

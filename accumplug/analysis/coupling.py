@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from accumplug.analysis.batch_tree import Batch, cut, items_in, take
 from accumplug.analysis.comparison import Case, fit, relative_difference
+from accumplug.core.batch_tree import Batch, cut, items_in, take
 
 __all__ = ["coupling", "eval_mode", "list_names", "record_modules"]
 

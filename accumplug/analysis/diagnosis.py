@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from accumplug.analysis.batch_tree import cut
 from accumplug.analysis.comparison import (
     Case,
     Gradients,
@@ -21,6 +20,7 @@ from accumplug.analysis.comparison import (
 )
 from accumplug.analysis.coupling import coupling, eval_mode, list_names
 from accumplug.analysis.precision import Precision
+from accumplug.core.batch_tree import cut
 
 __all__ = ["describe_split", "notes", "reasons"]
 

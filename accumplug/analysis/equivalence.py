@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 
 from accumplug.analysis import diagnosis
-from accumplug.analysis.batch_tree import Batch, items_in
 from accumplug.analysis.comparison import Case, Difference, Loop, Split, compare, dense
 from accumplug.analysis.precision import precision_of
 from accumplug.analysis.sync_counter import Losses, check_module
 from accumplug.analysis.targets import find_items
+from accumplug.core.batch_tree import Batch, items_in
 
 __all__ = ["EquivalenceResult", "equivalence_check"]
 

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accumplug.analysis.batch_tree import Batch, cut, items_in, leaves
 from accumplug.analysis.comparison import Case, Split
 from accumplug.analysis.sync_counter import IGNORED, ignored_label
+from accumplug.core.batch_tree import Batch, cut, items_in, leaves
 
 __all__ = ["find_items"]
 

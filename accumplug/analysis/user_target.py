@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumplug.analysis.batch_tree import Batch, mapped
 from accumplug.analysis.sync_counter import Losses
+from accumplug.core.batch_tree import Batch, mapped
 
 __all__ = ["Target", "example", "load_target"]
 

@@ -33,9 +33,9 @@ from accumplug.checkpoint.save_schedule import SaveSchedule
 from accumplug.checkpoint.signals import protect_workers
 from accumplug.checkpoint.snapshot import Snapshot
 from accumplug.checkpoint.train_state import State, find_train_state
+from accumplug.core.state import DataPassState, SyncPoint
 from accumplug.dataloading.position import DataPosition, VerifyData
 from accumplug.errors import CheckpointError, LeaseHeldError
-from accumplug.loop.data_pass import DataPassState, SyncPoint
 from accumplug.storage.layout import list_checkpoints
 from accumplug.storage.lease import Lease
 from accumplug.storage.manifest import FORMAT
@@ -121,13 +121,13 @@ class Checkpointer:
         self._kinds = check_signals(signals)
         self.directory = Path(directory)
         self._close_forgotten()
-        if accum._keeper is not None:
+        if accum.parts.state.observer is not None:
             raise ValueError("this Accumulator has a Checkpointer already; close() it first")
         self._accum = accum
         self._order = DataPosition(loader, self._making_workers, generators, verify_data)
         self._train_state = find_train_state(accum, model, stateful)
         self._schedule = SaveSchedule(accum, every, every_seconds, every_updates)
-        ranks = accum._ranks
+        ranks = accum.parts.group
         self._store = RankStore(ranks) if ranks.size > 1 else None
         if self._store is not None:
             options: State = {
@@ -165,15 +165,16 @@ class Checkpointer:
         self._saved_at: tuple[int, ...] | None = None
         self._failed: RuntimeError | None = None
         """Why a save was not written, until it is raised."""
-        accum._keeper = self
-        accum._before_block.append(self._before_block)
-        accum._after_block.append(self._after_block)
+        accum.parts.models.declare(self._train_state.models)
+        accum.observe_pass(self)
+        self._block_start = accum.on_block_start(self._before_block)
+        self._block_end = accum.on_block_end(self._after_block)
         Checkpointer._open[os.path.realpath(directory)] = self
 
     def _take_directory(self) -> tuple[Lease | None, str, str]:
         """The lease (on rank 0), a token of this run, and why the directory can't be written."""
         token, lease, refused = secrets.token_hex(8), None, ""
-        if self._accum._ranks.rank == 0:
+        if self._accum.parts.group.rank == 0:
             try:
                 lease = Lease(self.directory, token)
             except (LeaseHeldError, OSError) as error:
@@ -261,10 +262,10 @@ class Checkpointer:
                 this run can't take over from; the message names the setting to change.
         """
         accum = self._accum
-        if accum._micro is not None or accum._feed is not None:
+        if accum.parts.state.block is not None or accum.parts.state.data_pass is not None:
             raise RuntimeError("resume inside of a pass; call it before accum.batches(...)")
         self.wait()
-        ranks = accum._ranks
+        ranks = accum.parts.group
         if start_over:
             if self._refused:
                 raise LeaseHeldError(self._refused)
@@ -323,10 +324,10 @@ class Checkpointer:
         self._closed = True
         accum = self._accum
         self._policy.signals.restore()
-        if accum._keeper is self:
-            accum._keeper = None
-            accum._before_block.remove(self._before_block)
-            accum._after_block.remove(self._after_block)
+        if accum.parts.state.observer is self:
+            accum.observe_pass(None)
+            self._block_start.remove()
+            self._block_end.remove()
         if Checkpointer._open.get(os.path.realpath(self.directory)) is self:
             del Checkpointer._open[os.path.realpath(self.directory)]
         try:
@@ -356,7 +357,7 @@ class Checkpointer:
 
     # -- what accum.batches calls --------------------------------------------------------------
 
-    def open_pass(self, feed: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
+    def open_pass(self, data_pass: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
         """The items of a pass, from its first one or from where the saved run was."""
         if self._refused:
             raise LeaseHeldError(self._refused)
@@ -367,12 +368,15 @@ class Checkpointer:
                 "break"
             )
         state, self._feed_state = self._feed_state, None
-        self._accum._feed, self._opened = feed, (feed, self._accum.epoch)
+        self._accum.parts.state.data_pass, self._opened = (
+            data_pass,
+            (data_pass, self._accum.parts.state.epoch),
+        )
         if self._order.begun and state is not None:
-            window_state.restore_pass(state, feed)
+            window_state.restore_pass(state, data_pass)
         else:
-            self._accum.position = 0
-        return self._order.open(loader, self._accum.position)
+            self._accum.parts.state.position = 0
+        return self._order.open(loader, self._accum.parts.state.position)
 
     def must_stop(self, sync_point: SyncPoint) -> bool:
         """Whether the pass has to end before the next block."""
@@ -380,7 +384,7 @@ class Checkpointer:
 
     def after_body(self) -> bool:
         """The loop has come back for the next item; whether the pass has to end."""
-        self._order.blocks_ran(self._accum.position)
+        self._order.blocks_ran(self._accum.parts.state.position)
         self._policy.loop_came_back()
         return self._policy.interrupted
 
@@ -393,7 +397,7 @@ class Checkpointer:
         if not self._writer.busy:
             self._written()
         self._raise_failed()
-        if self._accum._feed is None:
+        if self._accum.parts.state.data_pass is None:
             self._refuse_unseen_data()
             self._policy.loop_came_back()
         self._order.before_block()
@@ -416,7 +420,7 @@ class Checkpointer:
         """The state of the pass that is under way, or that the loop has left by a `break`."""
         if self._feed_state is not None:
             return self._feed_state
-        if self._opened is None or self._opened[1] != self._accum.epoch:
+        if self._opened is None or self._opened[1] != self._accum.parts.state.epoch:
             return None
         return window_state.pass_state(self._opened[0], self._accum)
 
@@ -430,7 +434,7 @@ class Checkpointer:
     def _save(self) -> SaveHandle:
         if self._closed:
             raise RuntimeError("save after close(); build another Checkpointer")
-        if self._accum._micro is not None:
+        if self._accum.parts.state.block is not None:
             raise RuntimeError("save inside of a block; a micro-batch is saved when it ends")
         if self._refused:
             raise LeaseHeldError(self._refused)
@@ -489,7 +493,7 @@ class Checkpointer:
 
     def _load(self, parts: State, world: int) -> None:
         """Load what a run on `world` ranks has saved."""
-        accum, ranks = self._accum, self._accum._ranks
+        accum, ranks = self._accum, self._accum.parts.group
         others = parts.get("objects", [{}])
         self._train_state.check(parts["progress"], others[0])
         if world == ranks.size:
@@ -526,7 +530,7 @@ class Checkpointer:
 
     def _refuse_foreign_directory(self) -> None:
         """A later checkpoint of another run would be taken for this one's."""
-        if self._resumed or self._accum._ranks.rank:
+        if self._resumed or self._accum.parts.group.rank:
             return
         if found := list_checkpoints(self.directory):
             raise RuntimeError(

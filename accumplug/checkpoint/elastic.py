@@ -31,7 +31,7 @@ def redistribute(states: Sequence[State], accum: Accumulator, train_state: Train
     Raises:
         ValueError: this is impossible; the message names the setting to change.
     """
-    rank, size = accum._ranks.rank, accum._ranks.size
+    rank, size = accum.parts.group.rank, accum.parts.group.size
     saved_ranks = [SavedRank(state) for state in states]
     steps = _steps(saved_ranks, accum, size)
     split = WindowSplit.of(saved_ranks, rank, size, steps)
@@ -48,7 +48,7 @@ def redistribute(states: Sequence[State], accum: Accumulator, train_state: Train
         alive = None if plan is None else float(sum(left > 0 for left in split.remaining))
         feed = {"alive": alive, "plan": plan}
     scales = [s["scale"] for s in states if s["scale"] is not None] if split.index else []
-    window, sums = merge_windows(saved_ranks, split, accum._options.sync == "every")
+    window, sums = merge_windows(saved_ranks, split, accum.parts.options.sync == "every")
     if split.done and train_state.is_sharded:
         sums = dtensor_shards.redistribute_sums(
             [old.state["sums"] for old in saved_ranks if old.index], sums
@@ -69,7 +69,9 @@ def _steps(saved_ranks: Sequence[SavedRank], accum: Accumulator, size: int) -> i
     """Of a window on each rank here; ValueError if that makes another effective batch."""
     opened = next((old.window for old in saved_ranks if old.window and not old.plan), None)
     saved = int(saved_ranks[0].state["steps"] if opened is None else opened["steps"])
-    given = accum._steps
+    given = accum.parts.state.steps
+    if given is None:
+        return saved
     here = int(given(saved_ranks[0].state["accum"]["updates"]) if callable(given) else given)
     total = saved * len(saved_ranks)
     if here * size == total:
@@ -93,7 +95,7 @@ def _refuse_uneven(
 ) -> None:
     """What is left of the window can't be run by these ranks in the way that they reduce."""
     left, size = sum(split.remaining), len(split.remaining)
-    every = accum._options.sync == "every" and size > 1
+    every = accum.parts.options.sync == "every" and size > 1
     if every and (left % size or any(old.plan for old in saved_ranks)):
         raise ValueError(
             f'sync="every" reduces in each micro-batch, so {size} ranks can\'t share the {left} '
@@ -119,9 +121,11 @@ def _needs(accum: Accumulator, train_state: TrainState) -> str:
     """How many micro-batches of its own a rank needs to take part in a window: "none" or "one", or
     "as many" as the others."""
     sparse = any(has_sparse_gradients(ddp) for m in train_state.models for ddp in ddp_modules(m))
-    if (accum.takes_step or accum._loop) and not (sparse or train_state.is_sharded):
+    if (accum.parts.host.takes_over) and not (sparse or train_state.is_sharded):
         return "none"
-    return "one" if accum._options.tail == "flush" and not train_state.is_sharded else "as many"
+    return (
+        "one" if accum.parts.options.tail == "flush" and not train_state.is_sharded else "as many"
+    )
 
 
 def _ddp_modules(own: State, train_state: TrainState, is_open: bool) -> list[State]:
@@ -156,7 +160,7 @@ def _order(
     new = {
         "taken": [old.taken for old in saved_ranks],
         "lefts": split.remaining,
-        "carries": accum._options.tail == "carry",
+        "carries": accum.parts.options.tail == "carry",
         "window": split.steps * len(split.remaining),
         "needs": _needs(accum, train_state),
     }

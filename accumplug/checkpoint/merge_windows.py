@@ -92,7 +92,9 @@ def plan_of(saved_ranks: Sequence[SavedRank], split: WindowSplit) -> State | Non
     own = spread(weights, split.remaining)[split.rank] or [
         0.0
     ]  # 0: of a rank without data that joins
-    return {**plan, "weights": [mean] * split.index + own, "left": split.remaining[split.rank]}
+    weights = [mean] * split.index + own
+    left_here = split.remaining[split.rank]
+    return {**plan, "weights": weights, "left": left_here, "done": split.index}
 
 
 def merge_windows(

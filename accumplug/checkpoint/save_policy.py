@@ -8,7 +8,7 @@ from accumplug.accumulator import Accumulator
 from accumplug.checkpoint.coordination import RankStore, SaveCounts, SharedRequest
 from accumplug.checkpoint.save_schedule import SaveSchedule
 from accumplug.checkpoint.signals import Signals
-from accumplug.loop.data_pass import SyncPoint
+from accumplug.core.state import SyncPoint
 from accumplug.parallel.ddp import before_forward
 
 
@@ -65,8 +65,8 @@ class SavePolicy:
         self._schedule.start_at(count)
         self._ran = self._met_at = accum.micro_batches
         told = [float(accum.pending), float(accum.pending) ** 2]
-        total, squares = (float(n) for n in accum._ranks.sum(told))
-        self._uneven = accum.windows if squares * accum._ranks.size != total**2 else None
+        total, squares = (float(n) for n in accum.parts.group.sum(told))
+        self._uneven = accum.windows if squares * accum.parts.group.size != total**2 else None
 
     def block_ended(self) -> None:
         """Act now, or, if the loop has its step still to take, when it has."""
@@ -101,10 +101,7 @@ class SavePolicy:
     def _steps_later(self) -> bool:
         """Whether the window has closed and the loop has its step still to take."""
         accum = self._accum
-        if accum.takes_step or accum.pending:
-            return False
-        loop = accum._loop
-        return loop is None or not (loop.stepped or loop.was_skipped())
+        return not (accum.pending or accum.parts.host.has_stepped)
 
     def _act(self) -> None:
         """A block is over: do what is to be done then."""
@@ -130,7 +127,9 @@ class SavePolicy:
             if request.known is None and self.signals.arrived:
                 request.ask("stop")
             elif (
-                request.known is None and self._accum._ranks.rank == 0 and self._schedule.is_time()
+                request.known is None
+                and self._accum.parts.group.rank == 0
+                and self._schedule.is_time()
             ):
                 request.ask("save")
             if not request.is_time(self._index(), counts.saves, meets):
@@ -159,8 +158,8 @@ class SavePolicy:
         In its first forward of a window DistributedDataParallel broadcasts its buffers.
         """
         if self._accum.pending == 0:
-            models = self._accum._models.known()
-            for ddp in self._accum._sum.ddp_modules(models):
+            models = self._accum.parts.models.known()
+            for ddp in self._accum.parts.gradients.ddp_modules(models):
                 before_forward(ddp)
 
     def _answer(self, what: str | None) -> None:
@@ -176,5 +175,5 @@ class SavePolicy:
         """Micro-batches since the ranks last met. (In the window it would be others on each rank
         that has carried some into it.)"""
         accum = self._accum
-        each = accum._options.sync == "every"  # they meet in each one, and go in step
+        each = accum.parts.options.sync == "every"  # they meet in each one, and go in step
         return accum.pending if each else accum.micro_batches - self._met_at

@@ -48,13 +48,13 @@ class SaveSchedule:
         accum = self._accum
         self._is_update = accum.updates != self._updates
         self._updates = accum.updates
-        if accum._ranks.size > 1 and accum.windows == self._windows:
+        if accum.parts.group.size > 1 and accum.windows == self._windows:
             dropped = max(0, accum.micro_batches - self._micro_batches - accum.pending)
             self._lead -= dropped  # a tail, which may have been another number on each rank
             self._micro_batches += dropped
-        if accum._ranks.size > 1 and accum.windows != self._windows:
+        if accum.parts.group.size > 1 and accum.windows != self._windows:
             own = min(accum.micro_batches - self._micro_batches, _closed(accum))
-            self._lead += math.ceil(_of_all_ranks(accum) / accum._ranks.size) - own
+            self._lead += math.ceil(_of_all_ranks(accum) / accum.parts.group.size) - own
         if accum.windows != self._windows:
             self._windows, self._micro_batches = accum.windows, accum.micro_batches
 
@@ -84,9 +84,8 @@ class SaveSchedule:
 
 
 def _closed(accum: Accumulator) -> int:
-    return 0 if accum._closed is None else accum._closed.micro_batches
+    return 0 if accum.parts.state.closed is None else accum.parts.state.closed.micro_batches
 
 
 def _of_all_ranks(accum: Accumulator) -> float:
-    plan = accum._feed.plan if accum._feed is not None else None
-    return float(accum._weights.micro_batches if plan is None else plan.micro_batches)
+    return float(accum.parts.normalizer.micro_batches)

@@ -78,7 +78,7 @@ class Snapshot:
 
     def is_saved(self, ranks: int) -> None:
         """The run is as it was when it was saved by `ranks` ranks: it has just been resumed."""
-        if self._train_state.is_sharded and ranks != self._accum._ranks.size:
+        if self._train_state.is_sharded and ranks != self._accum.parts.group.size:
             return  # cut into other pieces
         self._fingerprints = {name: fingerprint for name, fingerprint, _ in self._linkable_parts()}
         self._unchecked = set(self._fingerprints)
@@ -133,9 +133,11 @@ class Snapshot:
             "update": accum.updates,
             "micro_batch": accum.micro_batches,
             "epoch": accum.epoch,
-            "position": accum.position,
+            "position": accum.parts.state.position,
             "pending": accum.pending,
-            "steps": accum.steps if accum._window is None else accum._window.steps,
+            "steps": accum.steps
+            if accum.parts.state.window is None
+            else accum.parts.state.window.steps,
         }
 
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import dtensor_shards, model_state, optimizer_state
 from accumplug.checkpoint.model_state import Fingerprint, unwrap_model
-from accumplug.core.options import inner
 from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import bucket_order, ddp_modules, settle_buckets
 from accumplug.storage.codec import encode
@@ -198,9 +197,9 @@ class TrainState:
 
 def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -> TrainState:
     """Everything that is to be saved, or ValueError."""
-    loop = accum._loop
-    if model is None and loop is not None:
-        model = loop.models()
+    host = accum.parts.host
+    if model is None:
+        model = host.models() or None
     models = [model] if isinstance(model, nn.Module) else _listed(model)
     if not models or not all(isinstance(one, nn.Module) for one in models):
         if model is None:
@@ -208,11 +207,8 @@ def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -
         raise TypeError(
             f"model is the torch module, or the modules, that accum is given; got {model!r:.100}"
         )
-    optimizers = list(accum._options.optimizers)
-    schedulers = list(accum._options.schedulers)
-    if loop is not None:
-        optimizers += [inner(o) for o in loop.accelerator._optimizers]
-        schedulers += [inner(s) for s in loop.accelerator._schedulers]
+    optimizers = [*accum.parts.options.optimizers, *host.optimizers()]
+    schedulers = [*accum.parts.options.schedulers, *host.schedulers()]
     if not optimizers and not stateful:
         raise ValueError(
             "neither accum nor the Checkpointer knows an optimizer, so its state would not be "
@@ -229,7 +225,9 @@ def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -
                     f"the optimizer steps a parameter of shape {tuple(parameter.shape)} of none of "
                     f"the models given; give all of them: model=[...]"
                 )
-    return TrainState(models, _each(optimizers), _each(schedulers), accum._scaler, stateful)
+    return TrainState(
+        models, _each(optimizers), _each(schedulers), accum.parts.stepper.scaler, stateful
+    )
 
 
 def _listed(models: Any) -> list[Any]:

@@ -12,9 +12,9 @@ from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import dtensor_shards
 from accumplug.checkpoint.train_state import State, TrainState
 from accumplug.core.gradients import named
-from accumplug.core.normalization import Plan
+from accumplug.core.normalization import WindowPlan
+from accumplug.core.state import DataPassState, Parts
 from accumplug.dataloading.position import DataPosition
-from accumplug.loop.data_pass import DataPassState
 from accumplug.parallel.fsdp import roots
 from accumplug.storage.codec import TensorShard
 
@@ -23,14 +23,19 @@ def capture(
     accum: Accumulator, train_state: TrainState, order: DataPosition, data_pass: State | None
 ) -> State:
     """The state of this rank, in a pass of that state. Nothing is copied."""
-    sums = [accum._sum.named(model) for model in train_state.models] if accum.pending else []
+    parts = accum.parts
+    sums = (
+        [parts.gradients.named(model) for model in train_state.models]
+        if parts.state.pending
+        else []
+    )
     return {
-        "accum": accum.state_dict(),
-        "scale": accum._update.scale,
+        "accum": parts.state_dict(),
+        "scale": parts.stepper.scale,
         "sums": sums,
         "forward": train_state.forward_states(),
-        "replicas": train_state.ddp_states(reduced=accum.syncs > 0),
-        "order": order.state(accum.position, data_pass is not None),
+        "replicas": train_state.ddp_states(reduced=parts.state.syncs > 0),
+        "order": order.state(parts.state.position, data_pass is not None),
         "feed": data_pass,
         "noise": _noise(accum),
     }
@@ -46,50 +51,63 @@ def restore(state: State, accum: Accumulator, train_state: TrainState, order: Da
     accum.load_state_dict(_to(state["accum"], device))
     for model, saved in zip(train_state.models, state["sums"], strict=bool(state["sums"])):
         if roots(model):
-            accum._models.see([model])  # what it has deferred is reduced by nothing else
+            accum.parts.models.admit([model])  # what it has deferred is reduced by nothing else
         parameters = named(model)
         sums = {n: _sum_of(grad, parameters.get(n)) for n, grad in saved.items()}
-        accum._sum.restore(model, sums)
-    accum._update.scale = _to(state["scale"], device)
-    if accum._scaler is not None and accum.pending:
-        accum._scaler.scale(torch.ones((), device=device))  # unscale_ asks for one call before it
+        accum.parts.gradients.restore(model, sums)
+    accum.parts.stepper.scale = _to(state["scale"], device)
+    if accum.parts.stepper.scaler is not None and accum.pending:
+        accum.parts.stepper.scaler.scale(
+            torch.ones((), device=device)
+        )  # unscale_ asks for one call before it
     train_state.load_ddp_states(state["replicas"])
     order.load(state["order"])
     _load_noise(state.get("noise"), accum)
 
 
-def restore_pass(state: State, feed: DataPassState) -> None:
+def restore_pass(state: State, data_pass: DataPassState) -> None:
     """Let the pass that opens now be the one that was under way."""
     if state["alive"] is not None:
-        feed.resumed, feed.alive = True, state["alive"]
+        data_pass.resumed, data_pass.alive = True, state["alive"]
     if state["plan"] is not None:
-        feed.plan = Plan(**state["plan"])
+        plan = WindowPlan(**state["plan"])
+        if "done" not in state["plan"]:  # of format 1, where each item had one block
+            plan.done = len(plan.weights) - plan.left
+        data_pass.plans.append(plan)
+    if state.get("parts") is not None:
+        data_pass.resumed_parts = Parts(**state["parts"])
 
 
 def _noise(accum: Accumulator) -> State | None:
     """The noise scale so far, and what the open window has for it."""
-    if (probe := accum._probe) is None:
+    if (probe := accum.parts.noise_probe) is None:
         return None
-    return {"scale": probe.noise.state_dict(), "norm": probe._small, "weight": probe._weight}
+    return probe.state_dict()
 
 
 def _load_noise(state: State | None, accum: Accumulator) -> None:
     """Load what `_noise` gave, if this run asks for the noise scale."""
-    if (probe := accum._probe) is None or state is None:
+    if (probe := accum.parts.noise_probe) is None or state is None:
         return
-    probe.noise.load_state_dict(state["scale"])
-    probe._small = _to(state["norm"], accum._sum.device)
-    probe._weight = _to(state["weight"], accum._sum.device)
+    probe.load_state_dict(state)
 
 
-def pass_state(feed: DataPassState, accum: Accumulator) -> State:
+def pass_state(data_pass: DataPassState, accum: Accumulator) -> State:
     """What `restore_pass` needs."""
-    plan = feed.plan
+    plan = data_pass.plan
     is_open = plan is not None and (plan.left > 0 or accum.pending > 0)
     return {
-        "alive": None if feed.begins else feed.alive,
+        "alive": None if data_pass.begins else data_pass.alive,
         "plan": asdict(plan) if plan is not None and is_open else None,
+        "parts": _parts(accum.parts.state.parts),
     }
+
+
+def _parts(parts: Parts | None) -> State | None:
+    """How much of an item that is cut into parts has been trained on, if not all or nothing."""
+    if parts is None or not 0 < parts.done < parts.count:
+        return None
+    return {"size": parts.size, "count": parts.count, "done": parts.done}
 
 
 def _forward_states(state: State) -> list[State]:

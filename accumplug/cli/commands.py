@@ -8,7 +8,6 @@ import sys
 
 import torch
 
-from accumplug.analysis.batch_tree import cut, items_in, take
 from accumplug.analysis.equivalence import equivalence_check
 from accumplug.analysis.memory_fit import Trial, launched_ranks, rank_device
 from accumplug.analysis.plan import largest_micro_batch, plan, scale_learning_rate
@@ -17,6 +16,7 @@ from accumplug.analysis.report import report
 from accumplug.analysis.sweep import sweep_effective_batches
 from accumplug.analysis.user_target import load_target
 from accumplug.checkpoint.export import export
+from accumplug.core.batch_tree import cut, items_in, take
 from accumplug.noise.scale import ONE_DEVICE
 from accumplug.storage.inspect import inspect_command
 

@@ -22,7 +22,7 @@ def run_backward(
     accum spends on a micro-batch.
     """
     engine = _engine()
-    if engine is None or create_graph or any(type(root) is not Tensor for root in roots):
+    if engine is None or create_graph or set(map(type, roots)) != {Tensor}:
         torch.autograd.backward(roots, grads, retain_graph, create_graph)
     else:
         _run(engine, roots, grads, retain_graph)

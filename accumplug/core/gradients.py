@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accumplug.core.window import Weight, is_number
+from accumplug.core.window import Weight
 from accumplug.parallel import fsdp
-from accumplug.parallel.ddp import ddp_modules, in_order, mark_used
+from accumplug.parallel.ddp import ddp_modules, handled_parameters, in_order, mark_used
 
 
-def bare_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
     """A parameter's name without what DDP and torch.compile put before it."""
     return name.replace("_orig_mod.", "").replace("module.", "", int(name.startswith("module.")))
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of `model`, shards where it is sharded, by name without wrappers' prefixes."""
-    return {bare_name(n): p for n, p in fsdp.named_parameters(model).items()}
+    return {unwrapped_name(n): p for n, p in fsdp.named_parameters(model).items()}
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
@@ -53,12 +53,14 @@ def assign(parameter: nn.Parameter, grad: Tensor | None, dtype: torch.dtype | No
 @dataclass
 class _Model:
     parameters: list[nn.Parameter]
+    wrapped: set[int]
+    """Of the parameters that its wrappers reduce or were told to ignore, the ids."""
     watched: list[nn.Parameter]
     ddp_modules: list[weakref.ref[DistributedDataParallel]]
-    roots: list[weakref.ref[FSDPModule]]
+    fsdp_roots: list[weakref.ref[FSDPModule]]
 
 
-def _widens(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
+def _casts(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
     """Whether the sum of `parameter` is to be in `dtype` (or is in another than its own)."""
     if not parameter.is_floating_point() or isinstance(parameter, DTensor):
         return False
@@ -81,16 +83,6 @@ def _watched(model: nn.Module, own: list[nn.Parameter], most: int = 16) -> list[
     return list({id(p): p for p in found if id(p) in ids}.values())[:most]
 
 
-@dataclass
-class OtherOwners:
-    """What other Accumulators own: one's backward must add nothing to it, nor reduce it."""
-
-    changes: int = -1
-    parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
-    ddp_modules: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
-    roots: list[weakref.ref[FSDPModule]] = field(default_factory=list)
-
-
 class GradientBuffer:
     """The parameters of the models and optimizers of one Accumulator, and what adds up in them.
 
@@ -100,32 +92,37 @@ class GradientBuffer:
     changes: ClassVar[int] = 0
     """Counts whatever was added to any sum, so that others can keep what they found."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], loop: Any = None) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        prepared: Callable[[], list[nn.Module]] = list,
+    ) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+        self.has_model = self._models.__contains__
+        """Whether a module has been added."""
         self._optimizers = optimizers
         self._stepped = _parameters(optimizers)
-        self._loop = loop
+        self._prepared = prepared
         self._all: list[nn.Parameter] | None = None
         self.distributed = False
         """Whether any model has parts that reduce over ranks."""
-        self._wide = False
+        self._is_cast = False
         self._restored: set[int] = set()
         self._watched: list[nn.Parameter] | None = None
-        self._witnesses: list[tuple[nn.Parameter, Tensor, int]] = []
+        self._seen: list[tuple[nn.Parameter, Tensor, int]] = []
+        self._closed: list[tuple[weakref.ref[nn.Parameter], weakref.ref[Tensor]]] = []
         GradientBuffer.changes += 1
-
-    def __contains__(self, model: nn.Module) -> bool:
-        return model in self._models
 
     def add(self, model: nn.Module) -> None:
         """Let the parameters of `model` belong to the sum."""
         ddps = [weakref.ref(r) for r in ddp_modules(model)]
-        roots = [weakref.ref(r) for r in fsdp.roots(model)]
+        fsdp_roots = [weakref.ref(r) for r in fsdp.roots(model)]
         own = list(fsdp.named_parameters(model).values())
-        self._models[model] = _Model(own, _watched(model, own), ddps, roots)
+        handled = handled_parameters(ddp_modules(model))
+        self._models[model] = _Model(own, handled, _watched(model, own), ddps, fsdp_roots)
         self._all = self._watched = None
-        self._wide = False
-        self.distributed = self.distributed or bool(ddps or roots)
+        self._is_cast = False
+        self.distributed = self.distributed or bool(ddps or fsdp_roots)
         GradientBuffer.changes += 1
 
     def clear_new(self, model: nn.Module) -> None:
@@ -142,14 +139,15 @@ class GradientBuffer:
         """
         changed = False
         for model, known in self._models.items():
-            named = fsdp.named_parameters(model).values() if known.roots else model.parameters()
+            sharded = bool(known.fsdp_roots)
+            named = fsdp.named_parameters(model).values() if sharded else model.parameters()
             own, before = list(named), known.parameters
             if len(own) != len(before) or any(map(operator.is_not, own, before)):
                 changed, self._watched = True, None
                 known.parameters, known.watched = own, _watched(model, own)
         self._stepped = _parameters(self._optimizers)
         self._all = None
-        self._wide = False
+        self._is_cast = False
         return changed
 
     @property
@@ -167,14 +165,14 @@ class GradientBuffer:
 
     def _order(self) -> list[nn.Parameter]:
         """The parameters as all ranks know them, one that has run no block too."""
-        prepared = [] if self._loop is None or self._stepped else self._loop.models()
+        prepared = [] if self._stepped else self._prepared()
         return [*self._stepped.values(), *(p for m in prepared for p in m.parameters())]
 
-    def roots(self, models: Iterable[nn.Module]) -> list[FSDPModule]:
+    def fsdp_roots(self, models: Iterable[nn.Module]) -> list[FSDPModule]:
         """The `fully_shard` roots of `models`, each once."""
         if not self.distributed:
             return []
-        found = [r() for model in models for r in self._models[model].roots]
+        found = [r() for model in models for r in self._models[model].fsdp_roots]
         return list({id(r): r for r in found if r is not None}.values())
 
     @property
@@ -184,6 +182,19 @@ class GradientBuffer:
             every = {id(p): p for m in self._models.values() for p in m.parameters}
             self._all = list({**every, **self._stepped}.values())
         return self._all
+
+    @property
+    def reducible(self) -> list[nn.Parameter]:
+        """Those that all ranks know in the same order, one that has run no block too."""
+        return [p for p in self._order() if p.requires_grad and not isinstance(p, DTensor)]
+
+    def unwrapped(self) -> list[nn.Parameter]:
+        """Those that the optimizers step and no wrapper reduces, in an order that all ranks find:
+        unfrozen after they were wrapped, or in no module that was wrapped."""
+        wrapped: set[int] = set()
+        for known in self._models.values():
+            wrapped |= known.wrapped
+        return [p for p in self.reducible if id(p) not in wrapped]
 
     def elements(self) -> float:
         """How many numbers the sum has, the same on all ranks."""
@@ -221,14 +232,14 @@ class GradientBuffer:
             part = None if grad is None else grad.to(parameter.device)
             assign(parameter, None if part is None else fsdp.like(part, parameter))
         self._restored = {id(parameters[n.split("#")[0]]) for n in sums}
-        self.mark()
+        self.watch()
 
     def scale(self, factor: Weight) -> None:
         """Multiply what has been summed up by `factor`, a number or a 0-dim tensor."""
-        if is_number(factor) and factor == 1.0:
+        if isinstance(factor, float) and factor == 1.0:
             return
         grads = [fsdp.local(p.grad) for p in self.parameters if p.grad is not None]
-        for root in self.roots(self._models):
+        for root in self.fsdp_roots(self._models):
             grads += fsdp.sums(root)
         dense = [g for g in grads if not g.is_sparse]
         with torch.no_grad():
@@ -262,7 +273,7 @@ class GradientBuffer:
     def norm(self) -> Tensor:
         """The 2-norm of what this rank has summed up, 0-dim."""
         grads = [fsdp.local(p.grad) for p in self.parameters if p.grad is not None]
-        for root in self.roots(self._models):
+        for root in self.fsdp_roots(self._models):
             grads += fsdp.sums(root)
         values = [g.coalesce().values() if g.is_sparse else g for g in grads]
         return torch.nn.utils.get_total_norm(values)
@@ -277,51 +288,75 @@ class GradientBuffer:
         """Forget the sum. By assignment: 0 times NaN is NaN."""
         for parameter in self.parameters:
             parameter.grad = None
-        for root in self.roots(self._models):
+        for root in self.fsdp_roots(self._models):
             fsdp.clear(root)
-        self._witnesses = []
+        self._seen, self._closed = [], []
 
-    def widen(self, dtype: torch.dtype) -> None:
+    def cast_up(self, dtype: torch.dtype) -> None:
         """Let `.grad` be of `dtype` where the parameter's own is narrower, for this window."""
-        if self._wide:
+        if self._is_cast:
             return
         for parameter in self.parameters:
-            if _widens(parameter, dtype):
+            if _casts(parameter, dtype):
                 grad = parameter.grad
                 assign(parameter, None, dtype)
                 assign(parameter, None if grad is None else grad.to(dtype), dtype)
-        self._wide = True
+        self._is_cast = True
 
-    def narrow(self) -> None:
+    def cast_down(self) -> None:
         """Round a wide sum, once, to what optimizers take: the parameter's own dtype."""
-        if not self._wide:
+        if not self._is_cast:
             return
         for parameter in self.parameters:
             grad = parameter.grad
-            if _widens(parameter, None):
+            if _casts(parameter, None):
                 assign(parameter, None if grad is None else grad.to(parameter.dtype))
-        self._wide = False
+        self._is_cast = False
 
-    def forget_mark(self) -> None:
+    def watch_closed(self) -> None:
+        """Remember what a window has left, for a loop that steps itself."""
+        watched = self._watched_parameters()
+        self._closed = [
+            (weakref.ref(p), weakref.ref(g)) for p in watched if (g := p.grad) is not None
+        ]
+
+    def still_there(self) -> str | None:
+        """What is left of the last window's gradients, in words, or None. Looked at once.
+
+        Waits for the device, but only where the loop keeps gradients (set_to_none=False).
+        """
+        left, self._closed = self._closed, []
+        for reference, gradient in left:
+            parameter, grad = reference(), gradient()
+            if parameter is None or grad is None or parameter.grad is not grad:
+                continue
+            if bool(fsdp.local(grad).count_nonzero()):
+                return f"the gradient of the parameter of shape {tuple(parameter.shape)}"
+        return None
+
+    def unwatch(self) -> None:
         """Let go of what `mark` remembered: the window is closed."""
-        self._witnesses = []
+        self._seen = []
 
-    def mark(self) -> None:
+    def watch(self) -> None:
         """Remember the sum as it is, by some of its tensors: one of each part of a model."""
-        if self._watched is None:
-            self._watched = [p for m in self._models.values() for p in m.watched]
-        self._witnesses = [
+        self._seen = [
             (p, grad, grad._version)
-            for p in self._watched
+            for p in self._watched or self._watched_parameters()
             if (grad := p.grad) is not None and type(grad) is Tensor
         ]
 
-    def touched(self, gone: bool = False) -> str | None:
+    def _watched_parameters(self) -> list[nn.Parameter]:
+        if self._watched is None:
+            self._watched = [p for m in self._models.values() for p in m.watched]
+        return self._watched
+
+    def what_changed(self, gone: bool = False) -> str | None:
         """What has happened to the sum since `mark`, in words, or None.
 
         `gone`: to be changed in place is no matter, as in a block that closes.
         """
-        for parameter, grad, version in self._witnesses:
+        for parameter, grad, version in self._seen:
             shape = tuple(parameter.shape)
             if parameter.grad is not grad:
                 return f"the gradient of the parameter of shape {shape} was set to None or replaced"

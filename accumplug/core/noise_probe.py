@@ -15,20 +15,20 @@ from accumplug.noise.scale import NoiseScale
 class NoiseProbe:
     """Measures for a `NoiseScale`: the first micro-batch's gradient, then the finished one."""
 
-    def __init__(self, noise: NoiseScale, running: GradientBuffer) -> None:
+    def __init__(self, noise: NoiseScale, gradients: GradientBuffer) -> None:
         self.noise = noise
-        self._sum = running
+        self._gradients = gradients
         self._small: Tensor | None = None
         self._weight: Weight = 0.0
         self._large: Tensor | None = None
 
-    def first(self, window: Window, weight: Weight) -> None:
+    def observe_first(self, window: Window, weight: Weight) -> None:
         """After the first backward of a window that goes on: the sum is that gradient alone."""
         if not is_number(window.weight) or window.weight > 0:  # else it was left out
             self._small = self._norm() * window.divisor(weight)
             self._weight = weight
 
-    def finished(self) -> None:
+    def observe_last(self) -> None:
         """The gradient is finished, and the loop, not accum, will take its norm."""
         if self._small is not None:
             self._large = self._norm()
@@ -42,19 +42,31 @@ class NoiseProbe:
             self._large = self._large / scale
         return [(self._small / scale) ** 2, 1.0 / self._weight, 1.0]
 
-    def tell(self, norm: Any, total: Weight, values: Any) -> None:
+    def record(self, norm: Any, total: Weight, values: Any) -> None:
         """The window became an update of gradient norm `norm`: take it in. Waits for the device."""
         large = norm if self._large is None else self._large
         small, inverse, ranks = (float(v) for v in values)
         if large is not None and ranks:
             self.noise.update(small / ranks, float(large) ** 2, ranks / inverse, float(total))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The window is over."""
         self._small = self._large = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The noise scale so far, and what is known of the open window for it."""
+        return {"scale": self.noise.state_dict(), "norm": self._small, "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self.noise.load_state_dict(state["scale"])
+        device, norm, weight = self._gradients.device, state["norm"], state["weight"]
+        self._small = None if norm is None else norm.to(device)
+        self._weight = weight.to(device) if isinstance(weight, Tensor) else weight
+
     def _norm(self) -> Tensor:
         """The norm of what will be stepped on: accum's optimizers may have a part of the models."""
-        if (stepped := self._sum.stepped_parameters) and not self._sum.roots(self._sum.models):
+        gradients = self._gradients
+        if (stepped := gradients.stepped_parameters) and not gradients.fsdp_roots(gradients.models):
             return total_norm(stepped)
-        return self._sum.norm()
+        return gradients.norm()

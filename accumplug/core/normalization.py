@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from accumplug.core.gradients import GradientBuffer
-from accumplug.core.window import Weight, Window, is_number
+from accumplug.core.window import Weight, Window
 from accumplug.parallel.group import DataParallelGroup
 
 
 @dataclass
-class Plan:
+class WindowPlan:
     """A window that was looked at before it ran (`weigh=`)."""
 
     weights: list[Weight]
@@ -24,64 +24,69 @@ class Plan:
     """Of all ranks together."""
     left: int = 0
     """Of this rank's, how many have not been handed out."""
+    done: int = 0
+    """Of this rank's, how many have run."""
     discarded: bool = False
     """The window was thrown away, and so are the items that are left of it."""
 
     def reference(self, ranks: int) -> Weight:
         """What stands for one if nothing has to be rescaled later: the mean weight."""
         mean = self.total / (ranks * max(len(self.weights), 1))
-        if not (self.weights and is_number(mean) and all(is_number(w) for w in self.weights)):
+        if not self.weights or not isinstance(mean, float):
+            return mean
+        if not all(isinstance(w, float) for w in self.weights):
             return mean
         first = self.weights[0]
         equal = self.weights.count(first) == len(self.weights)
-        return first if equal and abs(mean - first) <= 4e-16 * mean else mean
+        near = isinstance(first, float) and abs(mean - first) <= 4e-16 * mean
+        return first if equal and near else mean
 
 
 class Normalizer:
     """Brings what has been summed up to the factor that the weights of all ranks ask for."""
 
-    def __init__(self, ranks: DataParallelGroup, running: GradientBuffer, every: bool) -> None:
+    def __init__(self, ranks: DataParallelGroup, gradients: GradientBuffer, every: bool) -> None:
         self.total: Weight = 0.0
-        """Of the last window that was settled, over all ranks."""
+        """Of the last window that was closed, over all ranks."""
         self.mean: Weight | None = None
         """Of one micro-batch in that window."""
         self.micro_batches: Weight = 0.0
         """Of all ranks in that window."""
-        self._ranks = ranks
-        self._sum = running
+        self._group = ranks
+        self._gradients = gradients
         self._every = every
 
-    def refer(self, window: Window, weight: Weight, plan: Plan | None) -> None:
+    def refer(self, window: Window, weight: Weight, plan: WindowPlan | None) -> None:
         """See to the window's reference before a micro-batch of `weight` is added."""
         if plan is not None:
-            window.reference = plan.reference(self._ranks.size)
-        elif self._every and self._ranks.size > 1:
+            window.reference = plan.reference(self._group.size)
+        elif self._every and self._group.size > 1:
             if window.reference is None:
                 # Partial sums are averaged over the ranks, so all of them need the same one.
                 if self.mean is None:
-                    self.mean = _ratio(*self._ranks.sum([weight, 1.0]))
+                    self.mean = _ratio(*self._group.sum([weight, 1.0]))
                 window.reference = self.mean
-        elif is_number(weight):
-            if not is_number(window.reference) or weight != window.reference:
-                self._sum.scale(window.refer(weight))
+        elif isinstance(weight, float):
+            if not isinstance(window.reference, float) or weight != window.reference:
+                self._gradients.scale(window.refer(weight))
         else:
             self._refer_unread(window, weight)
 
-    def settle(self, window: Window, total: Weight, micro_batches: Weight) -> bool:
+    def rescale(self, window: Window, total: Weight, micro_batches: Weight) -> bool:
         """The `total` weight of all ranks is known: rescale the sum; say whether it is nothing."""
         self.total, self.mean = total, _ratio(total, micro_batches)
         self.micro_batches = micro_batches
-        if is_number(total):
+        if isinstance(total, float):
             if total > 0:
-                self._sum.scale(window.settle(total, self._ranks.size))
-            return bool(total == 0)
-        factor = window.settle(total, self._ranks.size)
+                self._gradients.scale(window.settle(total, self._group.size))
+            return total == 0
+        factor = torch.as_tensor(window.settle(total, self._group.size)).to(total)
         # 7 times 0.1 is not 0.7 in a plain sum: no factor where the weights are equal
         near = torch.exp2(torch.log2(factor).round())  # the reference may be off by such a power
         exact = (factor / near - 1.0).abs() <= min(1e-15 * window.steps, 5e-14)
         factor = torch.where(exact, near, factor)
         window.factor = torch.where(total > 0, factor, 0.0)
-        self._sum.scale(window.factor)
+        self._gradients.scale(window.factor)
         return False
 
     def _refer_unread(self, window: Window, weight: Tensor) -> None:
@@ -97,12 +102,12 @@ class Normalizer:
         elif self.mean is None:
             power = _power(weight / window.reference / 2)
             window.reference = window.reference * power
-            self._sum.scale(1.0 / power)
+            self._gradients.scale(1.0 / power)
 
 
 def _ratio(total: Weight, count: Weight) -> Weight:
     """Mean weight; 1 if there is none."""
-    if is_number(total):
+    if isinstance(total, float):
         return total / count if total > 0 else 1.0
     return torch.where(total > 0, total / count, 1.0)
 

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-TAILS = ("flush", "drop", "carry")
-SYNCS = ("last", "every")
-NONFINITES = ("skip_window", "skip_micro_batch", "raise")
+from accumplug.errors import OptionTypeError
+
+Tail: TypeAlias = Literal["flush", "drop", "carry"]
+Sync: TypeAlias = Literal["last", "every"]
+NonFinite: TypeAlias = Literal["skip_window", "skip_micro_batch", "raise"]
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+T = TypeVar("T")
+
+
+class Scaler(Protocol):
+    """A `torch.amp.GradScaler`, or one like it."""
+
+    def is_enabled(self) -> bool: ...
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    def unscale_(self, optimizer: Optimizer) -> None: ...
+    def step(self, optimizer: Optimizer) -> Any: ...
+    def update(self, new_scale: Any = None) -> None: ...
+    def get_scale(self) -> float: ...
+    def get_backoff_factor(self) -> float: ...
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler of torch, or one like it, whose `step` needs no argument."""
+
+    def step(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -20,31 +46,32 @@ class Options:
     """What was given, in the form that is used."""
 
     optimizers: tuple[Optimizer, ...]
-    schedulers: tuple[Any, ...]
-    scaler: Any
+    schedulers: tuple[Scheduler, ...]
+    scaler: Scaler | None
     max_grad_norm: float | None
-    tail: str
-    sync: str
-    nonfinite: str
+    tail: Tail
+    sync: Sync
+    nonfinite: NonFinite
     accumulate_dtype: torch.dtype | None
 
     @classmethod
     def check(
         cls,
-        optimizer: Any,
+        optimizer: Any,  # prepared ones are unwrapped here
         scheduler: Any,
-        scaler: Any,
+        scaler: Any,  # of any make, see below
         max_grad_norm: float | None,
-        tail: str,
-        sync: str,
-        nonfinite: str,
+        tail: Tail,
+        sync: Sync,
+        nonfinite: NonFinite,
         accumulate_dtype: torch.dtype | None,
     ) -> Options:
-        """Raise ValueError for a value that is unknown or would be ignored."""
+        """Raise OptionTypeError for a wrong type, ValueError for a value that is unknown or
+        would be ignored."""
         for name, value, known in (
-            ("tail", tail, TAILS),
-            ("sync", sync, SYNCS),
-            ("nonfinite", nonfinite, NONFINITES),
+            ("tail", tail, get_args(Tail)),
+            ("sync", sync, get_args(Sync)),
+            ("nonfinite", nonfinite, get_args(NonFinite)),
         ):
             if value not in known:
                 raise ValueError(f"{name} is one of {', '.join(known)}; got {value!r}")
@@ -53,8 +80,8 @@ class Options:
                 f"accumulate_dtype is torch.float32 (or float64), wide enough for a long sum, or "
                 f"None for the parameters' own; got {accumulate_dtype}"
             )
-        optimizers = tuple(inner(o) for o in _several(optimizer))
-        schedulers = tuple(inner(s) for s in _several(scheduler))
+        optimizers = tuple(unprepared(o) for o in _sequence(optimizer))
+        schedulers = tuple(unprepared(s) for s in _sequence(scheduler))
         if optimizer is not None and not optimizers:
             raise ValueError(
                 "optimizer= is empty, so nobody would step; give at least one, or leave it out "
@@ -65,32 +92,81 @@ class Options:
                 f"one optimizer is given twice among {len(optimizers)}; it would step twice"
             )
         for one in optimizers:
-            if not isinstance(one, Optimizer):
-                raise ValueError(f"optimizer is a torch Optimizer, got {type(one).__name__}")
-            if isinstance(one, torch.optim.LBFGS):
-                raise ValueError(
-                    "LBFGS calls for the loss again and again (a closure), which a window can't "
-                    "repeat; step it in the loop, on large batches"
-                )
+            _check_optimizer(one)
         if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
-            raise ValueError(
+            raise OptionTypeError(
                 f"scaler is a torch.amp.GradScaler, or one like it; got {type(scaler).__name__}"
             )
-        for one in schedulers:
-            if not callable(getattr(one, "step", None)):
-                raise ValueError(f"scheduler has a step method; {type(one).__name__} has none")
-            if isinstance(one, ReduceLROnPlateau):
-                raise ValueError(
-                    "ReduceLROnPlateau needs a metric that accum does not have; call its "
-                    "step(metric) yourself, e.g. in a function under @accum.on_update"
-                )
+        for scheduler in schedulers:
+            _check_scheduler(scheduler, optimizers)
         if not optimizers:
             _refuse_unused(schedulers, max_grad_norm, nonfinite)
-        if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm is a finite number above 0; got {max_grad_norm!r}")
+        _check_norm(max_grad_norm)
         return cls(
             optimizers, schedulers, scaler, max_grad_norm, tail, sync, nonfinite, accumulate_dtype
         )
+
+
+def _check_optimizer(one: Any) -> None:
+    if not isinstance(one, Optimizer):
+        if any(c.__name__ == "DPOptimizer" for c in type(one).__mro__):
+            raise ValueError(PER_SAMPLE)
+        raise OptionTypeError(f"optimizer is a torch Optimizer, got {type(one).__name__}")
+    if any(c.__name__ == "DPOptimizer" for c in type(one).__mro__):
+        raise ValueError(PER_SAMPLE)
+    if isinstance(one, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS calls for the loss again and again (a closure), which a window can't "
+            "repeat; step it in the loop, on large batches"
+        )
+
+
+PER_SAMPLE = (
+    "per-sample clipping (Opacus: GradSampleModule, DPOptimizer) keeps a gradient for each sample "
+    "and divides by a batch size of its own, which a window's weights would contradict; accumulate "
+    "with Opacus' own BatchMemoryManager, or train without per-sample clipping"
+)
+
+
+def _check_scheduler(one: Any, optimizers: Sequence[Optimizer]) -> None:
+    if not callable(getattr(one, "step", None)):
+        raise OptionTypeError(f"scheduler has a step method; {type(one).__name__} has none")
+    if isinstance(one, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau needs a metric that accum does not have; call its "
+            "step(metric) yourself, e.g. in a function under @accum.on_update"
+        )
+    if needed := _needed_arguments(one.step):
+        raise ValueError(
+            f"{type(one).__name__}.step needs the argument {', '.join(needed)}, which accum does "
+            f"not have; leave scheduler= out and call its step(...) yourself, e.g. in a function "
+            f"under @accum.on_update"
+        )
+    owner = unprepared(getattr(one, "optimizer", None))
+    if optimizers and isinstance(owner, Optimizer) and all(owner is not o for o in optimizers):
+        raise ValueError(
+            f"{type(one).__name__} schedules an optimizer that is not among the "
+            f"{len(optimizers)} given as optimizer=; its learning rates would never be used"
+        )
+
+
+def _needed_arguments(step: Any) -> list[str]:
+    """Names of the arguments without which `step` can't be called."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+
+
+def _check_norm(max_grad_norm: Any) -> None:
+    if max_grad_norm is None:
+        return
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
+        raise OptionTypeError(f"max_grad_norm is a number; got {type(max_grad_norm).__name__}")
+    if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm is a finite number above 0; got {max_grad_norm!r}")
 
 
 def _refuse_unused(schedulers: tuple[Any, ...], max_grad_norm: Any, nonfinite: str) -> None:
@@ -106,13 +182,13 @@ def _refuse_unused(schedulers: tuple[Any, ...], max_grad_norm: Any, nonfinite: s
             )
 
 
-def _several(given: Any) -> tuple[Any, ...]:
+def _sequence(given: T | Sequence[T] | None) -> tuple[T, ...]:
     if given is None:
         return ()
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[return-value]
 
 
-def inner(prepared: Any) -> Any:
+def unprepared(prepared: Any) -> Any:
     """The torch object inside of a prepared optimizer or scheduler; known by its attributes,
     so that a loop without Accelerate need not import it."""
     while hasattr(prepared, "gradient_state"):

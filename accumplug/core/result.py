@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumplug.core.window import Weight, is_number
+from accumplug.core.window import Weight
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WindowResult:
 
 
 @dataclass
-class Closed:
+class ClosedWindow:
     """The same with values that may still be on their way on a device."""
 
     index: int
@@ -78,7 +78,7 @@ class LossSum:
             self.value = zero(value.device)
         if reduction == "sum":
             self.value += value
-        elif is_number(weight):
+        elif isinstance(weight, float):
             self.value.add_(value, alpha=weight)
         else:
             self.value += value * weight

@@ -14,10 +14,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-Weight = Any
-"""A Python number, or a 0-dim tensor."""
+from accumplug.errors import OptionTypeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weight: TypeAlias = "float | Tensor"
+"""A float, which the host knows, or a 0-dim tensor, which nobody reads on the host."""
 
 
 @dataclass
@@ -25,7 +30,7 @@ class Window:
     """What is known of the open window, apart from the running sum in ``.grad``."""
 
     steps: int
-    """Micro-batches planned on this rank."""
+    """Micro-batches planned on this rank; 1 if their number is open."""
     index: int = 0
     """Micro-batches that count so far on this rank."""
     weight: Weight = 0.0
@@ -38,11 +43,13 @@ class Window:
     """What the running sum was multiplied by in the closing micro-batch."""
     torn: str | None = None
     """Why the running sum can't be trusted, or None."""
+    is_open: bool = False
+    """The number of micro-batches is open (steps=None): the window ends when the loop says so."""
 
     @property
     def total(self) -> Weight:
         """Sum of the weights on this rank, correctly rounded for Python numbers."""
-        return self.weight + self.compensation if is_number(self.weight) else self.weight
+        return self.weight + self.compensation if isinstance(self.weight, float) else self.weight
 
     def add(self, weight: Weight) -> None:
         """Count one micro-batch of `weight`."""
@@ -51,7 +58,7 @@ class Window:
 
     def add_weight(self, weight: Weight) -> None:
         """Add `weight` to the sum, so that N equal floats sum to N times that float."""
-        if not (is_number(weight) and is_number(self.weight)):
+        if not (isinstance(weight, float) and isinstance(self.weight, float)):
             self.weight = self.total + weight
             self.compensation = 0.0
             return
@@ -69,9 +76,11 @@ class Window:
         1.0 where nothing is to be done.
         """
         if self.reference is None:
-            self.reference = weight if not is_number(weight) or weight > 0 else None
+            self.reference = weight if not isinstance(weight, float) or weight > 0 else None
             return 1.0
-        if not (is_number(weight) and is_number(self.reference)) or weight <= 2 * self.reference:
+        if not (isinstance(weight, float) and isinstance(self.reference, float)):
+            return 1.0
+        if weight <= 2 * self.reference:
             return 1.0
         power = 2.0 ** math.ceil(math.log2(weight / self.reference) - 1)
         self.reference *= power
@@ -86,7 +95,7 @@ class Window:
         if self.reference is None:
             return 1.0
         factor = ranks * (self.steps * self.reference) / total
-        if is_number(factor) and abs(factor - 1.0) <= 4e-16:
+        if isinstance(factor, float) and abs(factor - 1.0) <= 4e-16:
             factor = 1.0  # equal weights such as 0.1 on 5 ranks: the sum's last bit
         self.factor = factor
         return factor
@@ -97,31 +106,33 @@ class Window:
         A sum is divided by no weight of its own. Never call it with the number 0: such a
         micro-batch adds nothing.
         """
-        reference: Weight = self.reference
-        divisor = self.steps * (reference / (weight if reduction == "mean" else 1.0))
-        return divisor if is_number(self.factor) and self.factor == 1.0 else divisor / self.factor
+        assert self.reference is not None
+        divisor = self.steps * (self.reference / (weight if reduction == "mean" else 1.0))
+        unscaled = isinstance(self.factor, float) and self.factor == 1.0
+        return divisor if unscaled else divisor / self.factor
 
     def state_dict(self) -> dict[str, Any]:
         """Everything above as JSON scalars (and 0-dim tensors where weights are tensors)."""
         return asdict(self)
 
 
-def is_number(weight: Weight) -> bool:
+def is_number(weight: Any) -> TypeGuard[float]:
     """Whether `weight` is known on the host."""
     return isinstance(weight, (int, float))
 
 
 def check_steps(steps: Any) -> int:
-    """Return `steps`, or raise ValueError."""
+    """Return `steps`, or raise ValueError (OptionTypeError for what is no int)."""
     if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
-        raise ValueError(
+        wrong = ValueError if isinstance(steps, Integral) else OptionTypeError
+        raise wrong(
             f"steps is the number of micro-batches in a window, an int of at least 1; got {steps!r}"
         )
     return int(steps)
 
 
 def check_weight(weight: Any) -> Weight:
-    """Return `weight` (a number as float) or raise ValueError."""
+    """Return `weight`, a number as float, or raise ValueError or OptionTypeError."""
     if type(weight) is int and weight >= 0:
         return float(weight)
     if isinstance(weight, Real):
@@ -133,9 +144,9 @@ def check_weight(weight: Any) -> Weight:
         return float(weight)
     if getattr(weight, "ndim", None) != 0 or not hasattr(weight, "detach"):
         shape = f" of shape {tuple(weight.shape)}" if hasattr(weight, "shape") else ""
-        raise ValueError(
+        raise OptionTypeError(
             f"weight is a number or a 0-dim tensor; got {type(weight).__name__}{shape}. "
             f"Count the items first: weight=mask.sum()"
         )
-    weight = weight.detach()
-    return weight.float() if weight.device.type == "mps" else weight.double()
+    tensor: Tensor = weight.detach()
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()

@@ -7,19 +7,20 @@ no-ops without it), and it divides the loss in `accelerator.backward`.
 
 from __future__ import annotations
 
-import gc
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from accumplug.core.options import Options, inner
+from accumplug.core.options import Options, Scheduler, unprepared
+from accumplug.core.state import COUNTED, BlockKind, BlockState
+from accumplug.integrations.accelerate_loaders import LoaderPass, LoaderWatch
 from accumplug.loop.unsupported import ENGINE
 from accumplug.parallel.fsdp import whole
 
@@ -34,11 +35,12 @@ class AccelerateHost:
         accelerator: Accelerator,
         backward: Callable[..., None],
         options: Options,
-        steps: int | Callable[[int], int],
+        steps: int | Callable[[int], int] | None,
     ) -> None:
         _refuse(accelerator, options, steps)
         self.accelerator = accelerator
         self.takes_step = bool(options.optimizers)
+        self.takes_over = True
         self.grad_norm: Tensor | None = None
         """What the loop's clip in the closing block returned."""
         self.stepped = False
@@ -50,10 +52,10 @@ class AccelerateHost:
         self._kept: dict[str, Any] = {}
         self._sync_before = True
         self._step_seen: int | None = accelerator.step
-        self._loader: Callable[[], Any] = lambda: None
+        self._watch = LoaderWatch(accelerator.gradient_state)
+        self._pass: LoaderPass | None = None
         self._hooks: list[Any] = []
         self._warned = False
-        self._left: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         common = {"backward": backward, "accumulate": _refuse_accumulate}
         quiet = {
             "clip_grad_norm_": _no_norm,
@@ -70,15 +72,29 @@ class AccelerateHost:
             self._closing = self._open | {"clip_grad_norm_": taken, "clip_grad_value_": taken}
         self._forget_step_on_load()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the loop has nothing left to do for a window that has closed."""
+        return self.takes_step or self.stepped or self.was_skipped()
+
     def models(self) -> list[nn.Module]:
         """The models that were prepared."""
         return list(self.accelerator._models)
 
-    def enter(self, closes: bool, finish: Callable[[], None]) -> None:
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were prepared."""
+        return [unprepared(optimizer) for optimizer in self.accelerator._optimizers]
+
+    def schedulers(self) -> list[Scheduler]:
+        """The schedulers that were prepared."""
+        return [unprepared(scheduler) for scheduler in self.accelerator._schedulers]
+
+    def enter(self, block: BlockState, finish: Callable[[], None]) -> None:
         """Put the Accelerator into the state of a micro-batch.
 
         `finish` runs before the loop clips or steps in one that closes.
         """
+        closes = block.ends
         self._finish = finish
         if self._step_seen is not None and self.accelerator.step != self._step_seen:
             raise RuntimeError(
@@ -100,7 +116,7 @@ class AccelerateHost:
         attributes.update(patches)
         self._state._set_sync_gradients(closes and not self.takes_step)
 
-    def exit(self) -> None:
+    def leave(self) -> None:
         """Give the Accelerator back what it had."""
         attributes = vars(self.accelerator)
         for name, value in self._kept.items():
@@ -116,53 +132,42 @@ class AccelerateHost:
             hook.remove()
         self._hooks.clear()
 
-    def void(self) -> None:
+    def leave_empty(self) -> None:
         """The window has no weight: what the loop does when it closes must not happen."""
         vars(self.accelerator).update(self._open)
         self._state._set_sync_gradients(False)
 
-    def at_end(self) -> bool:
-        """Whether the loader that feeds the loop has handed out its last batch.
+    def ends_pass(self) -> bool:
+        """Whether the block that begins is the last one of the loader that feeds the loop.
 
-        It is the innermost one that is being iterated at the first micro-batch of a pass, and
-        stays it while its pass lasts. A loop that was left by `break` leaves its loader
-        registered for good, but the generator behind it is gone.
+        That is the innermost one that is being iterated at the first micro-batch of a pass, and
+        stays it while its pass lasts.
         """
-        active = [loader for loader in self._state.dataloader_references if loader is not None]
-        loader = self._loader()
-        if not any(loader is one for one in active):
-            once = {id(one): one for one in active}.values()  # one left by break is listed twice
-            running = [one for one in once if self._runs(one, active)]
-            if not running:
-                return False
+        one = self._pass
+        if one is not None and one.counted and one.running:
+            return one.open_block()
+        running = self._watch.running() if self._watch.passes else []
+        if not any(one is self._pass for one in running):
+            self._pass = running[-1] if running else None
             if len(running) > 1 and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"{len(running)} prepared loaders are being iterated over; windows follow the "
                     f"innermost. `for batch in accum.batches(loader)` says which one it is",
-                    stacklevel=5,
+                    stacklevel=7,
                 )
-            loader = running[-1]
-            self._loader = weakref.ref(loader)
-        return bool(loader.end_of_dataloader)
+        return self._pass is not None and self._pass.open_block()
 
-    def _runs(self, loader: Any, active: list[Any]) -> bool:
-        """Whether somebody is iterating over `loader`; looked up once for each of its starts."""
-        starts = sum(one is loader for one in active)
-        if self._left.get(loader) == starts:
-            return False
-        for referrer in gc.get_referrers(loader):
-            generates = inspect.isgenerator(referrer) and referrer.gi_frame is not None
-            if generates or (inspect.isframe(referrer) and referrer.f_code.co_name == "__iter__"):
-                return True
-        self._left[loader] = starts
-        return False
+    def count_block(self) -> None:
+        """The block has ended well."""
+        if self._pass is not None:
+            self._pass.end_block()
 
     def was_skipped(self) -> bool:
         """Whether the scaler kept the loop's optimizers from stepping in the block that closed."""
         return not self.stepped and any(o.step_was_skipped for o in self.accelerator._optimizers)
 
-    def clip_values(self) -> list[float]:
+    def step_values(self) -> list[float]:
         """How this rank's loop clipped, to be summed over the ranks."""
         if self.takes_step:
             return []
@@ -170,7 +175,7 @@ class AccelerateHost:
         value = [0.0, 0.0] if self._clipped_value is None else [1.0, self._clipped_value]
         return [*norm, *value, float(self.stepped or self.was_skipped())]
 
-    def take_step(
+    def _take_step(
         self,
         clips: float,
         max_norms: float,
@@ -206,12 +211,24 @@ class AccelerateHost:
             function()
 
         for optimizer in self.accelerator._optimizers:
-            self._hooks.append(inner(optimizer).register_step_pre_hook(run))
+            self._hooks.append(unprepared(optimizer).register_step_pre_hook(run))
 
-    def let_step(self) -> None:
-        """Let the loop take a step outside of a block."""
-        self.grad_norm, self.stepped = None, False
-        self._state._set_sync_gradients(True)
+    def observe_step(
+        self, block: BlockState, values: Sequence[Tensor | float], ranks: int
+    ) -> tuple[Tensor | float | None, bool]:
+        """The window has closed: the norm that the loop has clipped by, and whether it stepped."""
+        flushes = block.kind is BlockKind.FLUSH
+        if not flushes and 0 < block.closers < ranks and float(values[-1]) < block.closers:
+            raise RuntimeError(
+                "a rank without data has to take the step that the others take, and their loop has "
+                "not taken it inside of the closing block; step there, or give optimizer="
+            )
+        if flushes:  # the loop takes the step outside of a block
+            self.grad_norm, self.stepped = None, False
+            self._state._set_sync_gradients(True)
+        elif block.kind not in COUNTED or (block.skipped and not self.stepped):
+            self._take_step(*map(float, values))
+        return self.grad_norm, not self.was_skipped()
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         self._finish()
@@ -230,7 +247,7 @@ class AccelerateHost:
             self.stepped = True
 
         for optimizer in self.accelerator._optimizers:
-            self._hooks.append(inner(optimizer).register_step_post_hook(saw))
+            self._hooks.append(unprepared(optimizer).register_step_post_hook(saw))
 
     def _forget_step_on_load(self) -> None:
         # load_state brings back the `step` of the run that saved, which is not a use of accumulate
@@ -253,7 +270,9 @@ class AccelerateHost:
             )
 
 
-def _refuse(accelerator: Accelerator, options: Options, steps: int | Callable[[int], int]) -> None:
+def _refuse(
+    accelerator: Accelerator, options: Options, steps: int | Callable[[int], int] | None
+) -> None:
     """Raise ValueError for an Accelerator that a window can't be made right with."""
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(ENGINE)
@@ -280,7 +299,8 @@ def _refuse(accelerator: Accelerator, options: Options, steps: int | Callable[[i
             'makes no scaler and no autocast here). Use "bf16", or "no" with your own '
             'torch.autocast("cpu", torch.float16) and scaler=torch.amp.GradScaler("cpu")'
         )
-    fused = any(hasattr(inner(o), "_step_supports_amp_scaling") for o in accelerator._optimizers)
+    optimizers = map(unprepared, accelerator._optimizers)
+    fused = any(hasattr(optimizer, "_step_supports_amp_scaling") for optimizer in optimizers)
     if fused and accelerator.scaler is not None and not options.optimizers:
         warnings.warn(
             "a fused optimizer under a GradScaler hides from Accelerate that an update was "

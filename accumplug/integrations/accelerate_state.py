@@ -10,9 +10,10 @@ import warnings
 import weakref
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accumplug.errors import CheckpointError
+from accumplug.loop.lifecycle import Lifecycle
 from accumplug.parallel import fsdp
 from accumplug.storage.codec import encode
 from accumplug.storage.decode import decode
@@ -20,44 +21,41 @@ from accumplug.storage.files import FileEntry
 from accumplug.storage.json import dump_json, parse_json
 from accumplug.storage.safetensors_io import read_tensors, write_tensors
 
-if TYPE_CHECKING:
-    from accumplug.accumulator import Accumulator
 
-
-def follow(accum: Accumulator, accelerator: Any) -> None:
-    """Let `save_state` and `load_state` of `accelerator` take the window of `accum` along."""
-    this = weakref.ref(accum)
+def register_hooks(own: Lifecycle, accelerator: Any) -> None:
+    """Let `save_state` and `load_state` of `accelerator` take the open window along."""
+    this = weakref.ref(own)
     number = len(accelerator._save_model_state_pre_hook)  # one file for each Accumulator
 
     def save(models: Any, weights: Any, directory: Any) -> None:
         if (one := this()) is not None:
-            _save(one, Path(directory), number)
+            save_window(one, Path(directory), number)
 
     def load(models: Any, directory: Any) -> None:
         if (one := this()) is not None:
-            _load(one, Path(directory), number)
+            load_window(one, Path(directory), number)
 
     for handle in (
         accelerator.register_save_state_pre_hook(save),
         accelerator.register_load_state_pre_hook(load),
     ):
-        weakref.finalize(accum, handle.remove)
+        weakref.finalize(own, handle.remove)
 
 
-def _paths(accum: Accumulator, directory: Path, number: int) -> tuple[Path, Path]:
-    stem = directory / f"accumplug-{number}-rank-{accum._ranks.rank}"
+def _paths(own: Lifecycle, directory: Path, number: int) -> tuple[Path, Path]:
+    stem = directory / f"accumplug-{number}-rank-{own.group.rank}"
     return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
 
 
-def _models(accum: Accumulator) -> list[Any]:
-    return accum._models.known() or (accum._loop.models() if accum._loop else [])
+def _models(own: Lifecycle) -> list[Any]:
+    return own.models.known() or own.host.models()
 
 
-def _save(accum: Accumulator, directory: Path, number: int) -> None:
+def save_window(own: Lifecycle, directory: Path, number: int) -> None:
     """Write this rank's window; RuntimeError or TornWindowError where it can't be gone on from."""
-    text, tensors = _paths(accum, directory, number)
-    models = _models(accum)
-    if accum.updates == 0 and any(fsdp.roots(model) for model in models):
+    text, tensors = _paths(own, directory, number)
+    models = _models(own)
+    if own.state.updates == 0 and any(fsdp.roots(model) for model in models):
         # accelerate 1.15 asks torch for the state, which takes a step to have one
         warnings.warn(
             "before the first update Accelerate can't save a sharded model's optimizer: inside "
@@ -65,20 +63,20 @@ def _save(accum: Accumulator, directory: Path, number: int) -> None:
             "counts a step that nobody took, in this run as well. Save later, or use Checkpointer",
             stacklevel=4,
         )
-    found = [accum._sum.named(model) for model in models] if accum.pending else []
+    found = [own.gradients.named(model) for model in models] if own.state.pending else []
     sums = [{name: fsdp.local(grad) for name, grad in each.items()} for each in found]
-    encoded = encode({"accum": accum.state_dict(), "sums": sums, "ranks": accum._ranks.size})
+    encoded = encode({"accum": own.state_dict(), "sums": sums, "ranks": own.group.size})
     for old in (text, tensors):
         old.unlink(missing_ok=True)
     entry = write_tensors(tensors, encoded.tensors)
     text.write_bytes(dump_json({"tensors": asdict(entry), "tree": encoded.tree}))
 
 
-def _load(accum: Accumulator, directory: Path, number: int) -> None:
+def load_window(own: Lifecycle, directory: Path, number: int) -> None:
     """Go on from this rank's window, if one was saved; else from none."""
-    text, tensors = _paths(accum, directory, number)
+    text, tensors = _paths(own, directory, number)
     if not text.exists():
-        accum.discard()
+        own.discard()
         return
     saved = parse_json(text.read_bytes(), text)
     try:
@@ -87,13 +85,13 @@ def _load(accum: Accumulator, directory: Path, number: int) -> None:
         ranks, window, sums = state["ranks"], state["accum"], state["sums"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{text}: not the state of a window ({error})") from error
-    if ranks != accum._ranks.size and sums:
+    if ranks != own.group.size and sums:
         raise ValueError(
             f"{directory} was saved inside of a window on {ranks} ranks, and this run has "
-            f"{accum._ranks.size}; start {ranks}"
+            f"{own.group.size}; start {ranks}"
         )
-    accum.load_state_dict(window)
-    for model, each in zip(_models(accum), sums, strict=bool(sums)):
+    own.load_state_dict(window)
+    for model, each in zip(_models(own), sums, strict=bool(sums)):
         if fsdp.roots(model):
-            accum._models.see([model])
-        accum._sum.restore(model, each)
+            own.models.admit([model])
+        own.gradients.restore(model, each)

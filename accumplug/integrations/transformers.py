@@ -158,7 +158,7 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
             sync="every" if each else "last",
         )
         if self._accum_resume is not None:
-            accelerate_state._load(accum, self._accum_resume, 0)
+            accelerate_state.load_window(accum.parts, self._accum_resume, 0)
             told = _read_told(self, self._accum_resume)
             self._tr_loss += told["loss_since_log"]
             self._total_loss_scalar -= told["loss_since_log"]
@@ -277,7 +277,7 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
             shutil.rmtree(written, ignore_errors=True)
             written.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        accelerate_state._save(self.accum, written, 0)
+        accelerate_state.save_window(self.accum.parts, written, 0)
         self._save_rng_state(os.fspath(written))
         told = {
             "global_step": self.state.global_step,

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from accumplug.core.window import Weight, check_weight, is_number
-
-if TYPE_CHECKING:
-    from accumplug.accumulator import Accumulator
-    from accumplug.core.normalization import Plan
-    from accumplug.loop.micro_batch import MicroBatch
+from accumplug.core.options import Options
+from accumplug.core.state import REAL, BlockState, LoopState, Phase
+from accumplug.core.window import Weight, check_weight
+from accumplug.errors import OptionTypeError
 
 
 def check_backward(
-    accum: Accumulator, micro: MicroBatch, loss: Tensor, extra: Tensor | None, reduction: str
+    state: LoopState,
+    block: BlockState,
+    options: Options,
+    loss: Tensor,
+    extra: Tensor | None,
+    reduction: str,
 ) -> None:
     """Raise for what can't be back-propagated here."""
-    plain = extra is None and reduction == "mean" and not (micro.backwards or micro.skipped)
+    plain = extra is None and reduction == "mean" and not (block.backwards or block.skipped)
     if plain and isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return
     if reduction not in ("mean", "sum"):
@@ -26,24 +27,29 @@ def check_backward(
     for name, term in (("loss", loss), ("extra", extra)):
         if name == "extra" and term is None:
             continue
-        if not isinstance(term, Tensor) or term.numel() != 1:
-            what = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
-            raise ValueError(f"{name} is a tensor of one element, a mean or a sum; got {what}")
-        if not term.requires_grad and not (is_number(micro.weight) and micro.weight == 0):
+        if not isinstance(term, Tensor):
+            raise OptionTypeError(
+                f"{name} is a tensor of one element, a mean or a sum; got {type(term).__name__}"
+            )
+        if term.numel() != 1:
+            raise ValueError(
+                f"{name} is a tensor of one element, a mean or a sum; got {tuple(term.shape)}"
+            )
+        if not term.requires_grad and not block.adds_nothing:
             raise ValueError(
                 f"{name} has no graph: nothing in it requires a gradient. Was it detached, or "
                 f"computed under no_grad?"
             )
-    if extra is not None and accum._plan() is None:
+    if extra is not None and state.plan is None:
         raise ValueError(
             "extra= has its own denominator, so the size of the window must be known before "
             "its first backward; use accum.batches(loader, weigh=...), which looks ahead"
         )
-    if micro.skipped:
+    if block.skipped:
         raise RuntimeError("backward after skip: this micro-batch was left out")
-    if micro.backwards and (
-        (micro.finished and (micro.ddp_modules or micro.roots))
-        or accum._options.nonfinite == "skip_micro_batch"
+    if block.backwards and (
+        (block.phase >= Phase.REDUCED and (block.ddp_modules or block.fsdp_roots))
+        or options.nonfinite == "skip_micro_batch"
     ):
         raise RuntimeError(
             "a second backward in a micro-batch whose gradient is finished with the first "
@@ -51,22 +57,57 @@ def check_backward(
         )
 
 
-def one_weight(micro: MicroBatch, weight: Weight | None, plan: Plan | None) -> Weight:
+def one_weight(state: LoopState, block: BlockState, weight: Weight | None) -> Weight:
     """The weight of this micro-batch: one, whoever says it."""
-    if micro.finished and not micro.backwards and weight is not None and micro.weight == 0:
+    if (
+        block.phase >= Phase.REDUCED
+        and not block.backwards
+        and weight is not None
+        and block.weight == 0
+    ):
         raise ValueError(
             f"this micro-batch closes the window with the weight 0, and now has {weight}; a "
             f"micro-batch has one weight"
         )
-    said = micro.weight if weight is None else check_weight(weight)
-    known = micro.weight if micro.backwards else plan and plan.weights[micro.index]
+    said = block.weight if weight is None else check_weight(weight)
+    known = block.weight if block.backwards else promised_weight(state)
     if known is not None:
-        silent = weight is None and (micro.backwards or not is_number(said) or said == 1)
-        if not silent and is_number(said) and is_number(known) and said != known:
+        silent = weight is None and (block.backwards or not isinstance(said, float) or said == 1)
+        both = isinstance(said, float) and isinstance(known, float)
+        if not silent and both and said != known:
             raise ValueError(
                 f"this micro-batch has the weight {known} (from "
-                f"{'its first backward' if micro.backwards else 'weigh='}), and now {said}; a "
+                f"{'its first backward' if block.backwards else 'weigh='}), and now {said}; a "
                 f"micro-batch has one weight"
             )
         said = known
     return said
+
+
+def promised_weight(state: LoopState) -> Weight | None:
+    """The weight that `weigh=` has counted for the micro-batch that runs."""
+    if (plan := state.plan) is None:
+        return None
+    parts = state.parts
+    if parts is not None and parts.weights is not None:
+        return parts.weights[parts.index]
+    return plan.weights[plan.done] if plan.done < len(plan.weights) else None
+
+
+def refuse_skip(state: LoopState, block: BlockState, ranks: int) -> None:
+    """Raise RuntimeError where a micro-batch can't be left out."""
+    if block.backwards:
+        raise RuntimeError("skip after a backward; what was added can't be taken back")
+    if block.kind is not REAL:
+        return
+    promised = promised_weight(state)
+    if promised is not None and promised != 0:
+        raise RuntimeError(
+            f"weigh= has counted {promised} items for this micro-batch already; let weigh return "
+            f"0 for what is to be skipped"
+        )
+    if block.fsdp_roots and ranks > 1:
+        raise RuntimeError(
+            "skip under fully_shard would leave the other ranks waiting, as each of them runs "
+            "forward and backward together with this one; run both and give weight=0"
+        )

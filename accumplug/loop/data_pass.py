@@ -2,75 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TypeVar
 
-from accumplug.core.normalization import Plan
+from accumplug.core.host import Host
+from accumplug.core.normalization import WindowPlan
+from accumplug.core.options import Options
+from accumplug.core.state import (
+    REAL,
+    BlockKind,
+    BlockState,
+    DataPassState,
+    LoopState,
+    SyncPoint,
+)
 from accumplug.core.window import Weight, check_weight
-from accumplug.loop.registry import count_micro_batches
-
-if TYPE_CHECKING:
-    from accumplug.accumulator import Accumulator
+from accumplug.loop.registry import Registry
+from accumplug.parallel.group import DataParallelGroup
 
 T = TypeVar("T")
 
 
-@dataclass
-class DataPassState:
-    """What an Accumulator knows of the pass that is under way."""
+class Batches(Iterator[T]):
+    """One pass, as `Accumulator.batches` returns it. It has the length of the loader, if any."""
 
-    last: bool = False
-    """The item that was handed out is the last one (of all ranks, where they go in step)."""
-    alive: float = 1.0
-    """Ranks that had data left when they last told each other."""
-    begins: bool = False
-    """The pass begins, and the ranks have not told each other yet."""
-    in_step: bool = False
-    """All ranks go from micro-batch to micro-batch together (sync="every")."""
-    plan: Plan | None = None
-    resumed: bool = False
-    """Another process began this pass; what the ranks told each other then is known."""
-    others: dict[int, int] = field(default_factory=dict)
-    """How many micro-batches each other Accumulator had run when the pass began, by id."""
-
-
-class SyncPoint(Enum):
-    """Whether the ranks meet right after a pause, and what one may have missed until then."""
-
-    NONE = auto()
-    """They don't."""
-    FULL = auto()
-    """This rank has run as many micro-batches since the last meeting as any other."""
-    SHORT = auto()
-    """It may have run fewer than others, as its data end (or did, in the same window)."""
-    PASS = auto()
-    """A pass begins, perhaps inside of a window (tail="carry")."""
-    STEP = auto()
-    """They meet before each micro-batch (sync="every")."""
-
-
-class PassObserver(Protocol):
-    """What a `Checkpointer` does in a pass."""
-
-    def open_pass(self, feed: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
-        """The items of a pass, each with whether it is the last; from where another process was
-        in it, if `feed.resumed` says so then."""
-
-    def must_stop(self, meeting: SyncPoint) -> bool:
-        """Whether the pass is to end here, between two blocks."""
-
-    def after_body(self) -> bool:
-        """The loop has come back for another item; whether the pass is to end."""
-
-
-class Pass(Iterator[T]):
-    """A pass that knows its end, as Accelerate's loaders do, so that others need not look ahead."""
-
-    def __init__(self, accum: Accumulator, items: Iterator[T]) -> None:
-        self._accum = accum
+    def __init__(self, state: LoopState, loader: Iterable[T], items: Iterator[T]) -> None:
+        self._state = state
+        self._loader = loader
         self._items = items
 
     def __iter__(self) -> Iterator[T]:
@@ -79,63 +39,343 @@ class Pass(Iterator[T]):
     def __next__(self) -> T:
         return next(self._items)
 
+    def __len__(self) -> int:
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"{type(self._loader).__name__} has no length")
+        return len(self._loader)
+
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the item in hand is the last one."""
-        return self._accum._feed is not None and self._accum._feed.last
+        """Whether the item in hand is the last one, as Accelerate's loaders say it."""
+        data_pass = self._state.data_pass
+        return data_pass is not None and data_pass.items.exhausted
 
 
 class _Stopped(Exception):
     """The pass ends here, on all ranks, because they were told to."""
 
 
-def iterate(
-    accum: Accumulator, loader: Iterable[T], weigh: Callable[[T], Weight] | None
-) -> Iterator[T]:
-    """The generator behind `Accumulator.batches`."""
-    feed = DataPassState(in_step=accum._options.sync == "every" and accum._ranks.size > 1)
-    feed.others = count_micro_batches(accum)
-    keeper = accum._keeper
-    if keeper is None:
-        accum._feed, accum.position = feed, 0
-    try:
-        items = with_last(loader) if keeper is None else keeper.open_pass(feed, loader)
-        if weigh is not None:
-            stream = _planned(accum, feed, items, weigh)
-        elif feed.in_step:
-            stream = _in_step(accum, feed, items)
-        else:
-            stream = _freely(accum, feed, items)
-        for item in stream:
-            accum.position += 1
-            yield item
-            if keeper is not None and keeper.after_body():
+class DataPass:
+    """Goes through loaders, and lets a rank without data take part in the others' windows.
+
+    Args:
+        state: of the Accumulator.
+        group: the data-parallel ranks.
+        options: of the Accumulator.
+        host: who takes the step.
+        registry: the Accumulators of this process.
+        knows_models: whether this rank knows the modules that other ranks reduce.
+        join: runs a block of the kind that it is given, for a rank that has no data.
+        end_pass: the data of all ranks have ended.
+    """
+
+    def __init__(
+        self,
+        state: LoopState,
+        group: DataParallelGroup,
+        options: Options,
+        host: Host,
+        registry: Registry,
+        knows_models: Callable[[], bool],
+        join: Callable[[BlockKind], None],
+        end_pass: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._group = group
+        self._tail = options.tail
+        self._options = options
+        self._host = host
+        self._registry = registry
+        self._knows_models = knows_models
+        self._join = join
+        self._end_pass = end_pass
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def open_block(self, block: BlockState, data_pass: DataPassState) -> bool:
+        """A block of the loop begins; return whether it is the last one of the pass."""
+        parts = self._state.parts
+        last = data_pass.items.open_block() and (parts is None or parts.is_last)
+        if data_pass.plans:
+            return False  # the window's plan knows
+        if data_pass.in_step:
+            last = self._step(1.0, not last)
+            if data_pass.alive < self._group.size and data_pass.items.outstanding > 1:
+                raise RuntimeError(
+                    'the data of some ranks have ended, and under sync="every" a loop that reads '
+                    "ahead would pair its micro-batches with others. Even out the data, or take "
+                    "items one by one"
+                )
+        data_pass.last = last
+        return last
+
+    def count_block(self, block: BlockState, data_pass: DataPassState) -> None:
+        """A block that counts has ended well: so may have its item."""
+        parts = self._state.parts
+        if block.kind is REAL and (parts is None or parts.is_last):
+            data_pass.items.end_block()
+            self._state.position = data_pass.items.done
+        if (plan := data_pass.plan) is not None and (parts is None or parts.is_last):
+            plan.done += 1
+
+    def end_behind(self, data_pass: DataPassState) -> None:
+        """The loop has seen the end of the data already: end the pass behind its last block."""
+        if data_pass.items.outstanding:
+            return
+        if self._group.size > 1 and data_pass.alive > 0 and not self._host.has_stepped:
+            raise RuntimeError(
+                "the data of this rank have ended and others go on; the loop reads ahead and "
+                "steps behind its last block, where accum can't take part any more. Step "
+                "inside of the block, give optimizer=, or even out the data"
+            )
+        self._finish_behind(data_pass)
+
+    def finish_previous(self) -> None:
+        """Something new begins: end a pass whose loop has left out what it had read ahead."""
+        data_pass = self._state.data_pass
+        if data_pass is not None and data_pass.ended:
+            if data_pass.items.reads_ahead:
+                warnings.warn(
+                    f"{data_pass.items.outstanding} items that the loop had read ahead in the last "
+                    f"pass had no block; call micro.skip() in a block for what is left out",
+                    stacklevel=4,
+                )
+            self._finish_behind(data_pass)
+
+    # -- items -----------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[T], weigh: Callable[[T], Weight] | None) -> Iterator[T]:
+        """The generator behind `Accumulator.batches`."""
+        state = self._state
+        self.finish_previous()
+        data_pass = DataPassState(
+            in_step=self._options.sync == "every" and self._group.size > 1,
+            others=self._registry.count_others(),
+            weigh=weigh,
+        )
+        observer = state.observer
+        if observer is None:
+            state.data_pass, state.position = data_pass, 0
+        try:
+            source: Iterator[tuple[T, bool]]
+            if observer is None:
+                source = with_last(loader)
+            else:
+                source = observer.open_pass(data_pass, loader)
+            data_pass.items.handed_out = data_pass.items.done = state.position
+            if weigh is not None:
+                yield from self._planned(data_pass, source, weigh)
+            else:
+                yield from self._freely(data_pass, source)
+            self._at_the_end(data_pass)
+        except _Stopped:
+            return
+        finally:
+            if state.data_pass is data_pass and not data_pass.ended:
+                state.data_pass = None
+
+    def _hand_out(self, data_pass: DataPassState, item: T, exhausted: bool) -> Iterator[T]:
+        """Let the loop have `item`, and see what it has done when it asks for another one."""
+        data_pass.items.handed_out += 1
+        data_pass.items.exhausted = exhausted
+        yield item
+        state = self._state
+        if state.block is not None:  # `next` inside of a block
+            return
+        state.parts = None
+        data_pass.items.came_back()
+        state.position = data_pass.items.done
+        if state.observer is not None and state.observer.after_body():
+            raise _Stopped
+
+    def _freely(self, data_pass: DataPassState, source: Iterator[tuple[T, bool]]) -> Iterator[T]:
+        """Ranks agree when a window closes (or in each block), and nowhere else."""
+        state = self._state
+        first = next(source, None)
+        if not data_pass.resumed:
+            self._begin(data_pass, first is not None)
+        window = state.window
+        full = window is not None and not window.is_open and window.index == window.steps
+        if first is not None and full:
+            self._pause(SyncPoint.SHORT)  # other ranks have the rest of the window
+            self._join(BlockKind.JOIN)
+        while first is not None:
+            item, exhausted = first
+            self._pause_before_block(data_pass, exhausted)
+            yield from self._hand_out(data_pass, item, exhausted)
+            first = next(source, None)  # after the last too: a prepared loader counts its passes
+        data_pass.items.exhausted = True
+
+    def _planned(
+        self,
+        data_pass: DataPassState,
+        source: Iterator[tuple[T, bool]],
+        weigh: Callable[[T], Weight],
+    ) -> Iterator[T]:
+        """One window is fetched and weighed before it runs; ranks agree when it opens."""
+        state = self._state
+        if self._tail == "carry":
+            raise ValueError(
+                'weigh= looks at a whole window, which tail="carry" spreads over passes'
+            )
+        if self._options.nonfinite == "skip_micro_batch":
+            raise ValueError('weigh= promises a total, which nonfinite="skip_micro_batch" breaks')
+        if state.pending and data_pass.plan is None:
+            raise RuntimeError(
+                f"weigh= needs to see a window from its start, and {state.pending} micro-batches "
+                f"are pending; flush() or discard() first"
+            )
+        begun = data_pass.resumed
+        while True:
+            if data_pass.resumed and data_pass.plan is not None:  # inside of a window
+                window = list(islice(source, data_pass.plan.left))
+                data_pass.resumed = False
+            else:
+                window = list(islice(source, state.next_steps()))
+                if not begun:
+                    self._begin(data_pass, bool(window))
+                    begun = True
+                if not self._plan(data_pass, [item for item, _ in window], weigh):
+                    return
+            yield from self._run_plan(data_pass, data_pass.plans[-1], window)
+
+    def _plan(
+        self, data_pass: DataPassState, window: list[T], weigh: Callable[[T], Weight]
+    ) -> bool:
+        """Ranks tell each other what they will run in the next window; whether there is one."""
+        steps = self._state.next_steps()
+        weights = [check_weight(weigh(item)) for item in window]
+        self._pause(SyncPoint.FULL)
+        places = [float(i < len(window)) for i in range(steps)] if data_pass.in_step else []
+        full = float(len(window) == steps)
+        total: Weight = sum(weights, 0.0)
+        told: list[Weight] = [total, float(len(window)), float(bool(window)), full, *places]
+        total, *counts = self._group.sum(told)
+        count, data_pass.alive, full, *taken = map(float, counts)
+        if count == 0 or (full == 0 and self._tail == "drop"):
+            return False
+        # under sync="every" each micro-batch is reduced: who has fewer stands in with weight 0
+        weights += [0.0] * (sum(ranks > 0 for ranks in taken) - len(weights))
+        data_pass.plans.append(WindowPlan(weights, total, count, left=max(len(window), 1)))
+        return True
+
+    def _run_plan(
+        self, data_pass: DataPassState, plan: WindowPlan, window: list[tuple[T, bool]]
+    ) -> Iterator[T]:
+        """Hand out the items of a planned window, or take part in it without any."""
+        items, state = data_pass.items, self._state
+        data_pass.last = not window and not data_pass.in_step
+        done = plan.done
+        for item, exhausted in window:
+            self._pause_before_block(data_pass, exhausted)
+            plan.left -= 1
+            yield from self._hand_out(data_pass, item, exhausted)
+            if plan.discarded:
+                items.handed_out += plan.left
+                items.done = state.position = items.handed_out
                 return
-        accum._end_pass()
-    except _Stopped:
-        return
-    finally:
-        accum._feed = None
+        reads_ahead = items.outstanding and (items.reads_ahead or state.block is not None)
+        missing = max(len(plan.weights), 1) - (done + len(window))
+        if reads_ahead and missing <= 0:
+            return  # the window's blocks are still to come
+        if missing > 0 and items.outstanding:
+            raise RuntimeError(
+                f"this rank has {len(window)} items for a window of {len(plan.weights)}, and the "
+                f"loop reads ahead; even out the data, or take items one by one"
+            )
+        kind = BlockKind.PADDING if data_pass.in_step else BlockKind.JOIN
+        for _ in range(missing):
+            self._pause(SyncPoint.SHORT)
+            plan.left = 0
+            self._join(kind)
+        ran = plan.done - done - (missing if data_pass.in_step else 0)
+        if state.pending or (ran != len(window) and not plan.discarded):
+            data_pass.plans.clear()
+            raise RuntimeError(
+                f"weigh= counted {len(plan.weights)} micro-batches for this window, but {ran} "
+                f"blocks were run; one block an item (or accum.split), and let weigh return 0 for "
+                f"what the loop leaves out"
+            )
 
+    # -- where ranks agree -----------------------------------------------------------------------
 
-def _pause(accum: Accumulator, meeting: SyncPoint) -> None:
-    """A place between two blocks where the pass may have to end."""
-    if accum._keeper is not None and accum._keeper.must_stop(meeting):
-        raise _Stopped
+    def _begin(self, data_pass: DataPassState, has_data: bool) -> None:
+        """At the start of a pass: how many ranks have data at all, and can reduce through DDP."""
+        if data_pass.weigh is None and not data_pass.in_step:
+            data_pass.alive, data_pass.begins = float(has_data), True
+            self._pause(SyncPoint.PASS)
+            data_pass.begins = False
+        if self._group.size > 1:
+            lost = not (has_data or self._knows_models())
+            alive, unknowing = self._group.sum([float(has_data), float(lost)])
+            data_pass.alive, data_pass.by_hand = float(alive), float(unknowing) > 0
 
+    def _step(self, has_item: float, more: bool) -> bool:
+        """Under sync="every", before each micro-batch; return whether no rank has more."""
+        data_pass = self._state.data_pass
+        assert data_pass is not None
+        alive, others = self._group.sum([has_item, float(more)])
+        data_pass.alive = float(alive)
+        return float(others) == 0
 
-def _pause_before_block(accum: Accumulator, feed: DataPassState) -> None:
-    if accum._keeper is None:
-        return
-    meeting, run = SyncPoint.NONE, accum.pending + 1
-    if accum._window is not None:
-        steps = accum._window.steps
-    else:
-        steps = accum.steps if feed.plan is None else len(feed.plan.weights)
-    tail = accum._options.tail
-    if run >= steps or (feed.last and tail == "flush"):
-        meeting = SyncPoint.FULL if run >= accum.steps and tail != "carry" else SyncPoint.SHORT
-    _pause(accum, meeting)
+    def _at_the_end(self, data_pass: DataPassState) -> None:
+        """The loop has asked for an item after the last one."""
+        items = data_pass.items
+        waiting = items.outstanding > (0 if self._group.size == 1 else 1)
+        if self._state.block is not None or (items.outstanding and items.reads_ahead):
+            data_pass.ended = True  # the last block ends the pass
+        elif items.reads_ahead is None and waiting:
+            data_pass.ended = True  # all was read before the first block
+        else:
+            self._finish(data_pass)
+
+    def _finish(self, data_pass: DataPassState) -> None:
+        """This rank has run all of its blocks: join the others, until all have."""
+        data_pass.ended, data_pass.last = False, True
+        try:
+            if data_pass.weigh is None and self._group.size > 1:
+                while data_pass.in_step or data_pass.alive > 0:
+                    self._pause(SyncPoint.STEP if data_pass.in_step else SyncPoint.SHORT)
+                    if data_pass.in_step:
+                        data_pass.last = self._step(0.0, False)
+                        if data_pass.alive == 0:
+                            break
+                    self._join(BlockKind.PADDING if data_pass.in_step else BlockKind.JOIN)
+            self._end_pass()
+        finally:
+            if self._state.data_pass is data_pass:
+                self._state.data_pass = None
+
+    def _finish_behind(self, data_pass: DataPassState) -> None:
+        """The same behind the pass's last block, where nobody waits for another item."""
+        try:
+            self._finish(data_pass)
+        except _Stopped:
+            pass
+
+    def _pause(self, sync_point: SyncPoint) -> None:
+        """A place between two blocks where the pass may have to end."""
+        observer = self._state.observer
+        if observer is not None and self._state.block is None and observer.must_stop(sync_point):
+            raise _Stopped
+
+    def _pause_before_block(self, data_pass: DataPassState, exhausted: bool) -> None:
+        state = self._state
+        if state.observer is None:
+            return
+        if data_pass.in_step and data_pass.plan is None:
+            self._pause(SyncPoint.STEP)
+            return
+        sync_point, run = SyncPoint.NONE, state.pending + data_pass.items.outstanding + 1
+        steps = state.next_steps() if state.steps is not None else None
+        if state.window is not None:
+            planned = None if state.window.is_open else state.window.steps
+        else:
+            planned = steps if data_pass.plan is None else len(data_pass.plan.weights)
+        if planned is not None and (run >= planned or (exhausted and self._tail == "flush")):
+            is_full = steps is not None and run >= steps and self._tail != "carry"
+            sync_point = SyncPoint.FULL if is_full else SyncPoint.SHORT
+        self._pause(sync_point)
 
 
 def with_last(loader: Iterable[T], iterator: Iterator[T] | None = None) -> Iterator[tuple[T, bool]]:
@@ -153,130 +393,3 @@ def with_last(loader: Iterable[T], iterator: Iterator[T] | None = None) -> Itera
             yield item, False
             item = following
         yield item, True
-
-
-def _freely(
-    accum: Accumulator, feed: DataPassState, items: Iterator[tuple[T, bool]]
-) -> Iterator[T]:
-    """Ranks meet when a window closes, and nowhere else."""
-    first = next(items, None)
-    if not feed.resumed:
-        _meet(accum, feed, float(first is not None))
-    if first is not None and accum._window is not None and accum.pending == accum._window.steps:
-        _pause(accum, SyncPoint.SHORT)  # other ranks have the rest of the window
-        accum._join()
-    while first is not None:
-        item, feed.last = first
-        _pause_before_block(accum, feed)
-        yield item
-        first = next(items, None)  # after the last one too: a prepared loader counts its passes
-    feed.last = True
-    while feed.alive > 0 and accum._ranks.size > 1:
-        _pause(accum, SyncPoint.SHORT)
-        accum._join()
-
-
-def _in_step(
-    accum: Accumulator, feed: DataPassState, items: Iterator[tuple[T, bool]]
-) -> Iterator[T]:
-    """Every micro-batch is reduced, so ranks meet before each of them."""
-    current = next(items, None)
-    while True:
-        _pause(accum, SyncPoint.STEP)
-        more = float(current is not None and not current[1])
-        sums = _floats(accum._ranks.sum([float(current is not None), more]))
-        feed.alive, feed.last = sums[0], sums[1] == 0
-        if feed.alive == 0:
-            return
-        if current is None:
-            accum._join()
-            continue
-        before = accum.micro_batches
-        yield current[0]
-        if accum.micro_batches == before:  # the loop left it out, and the others reduce
-            accum._join()
-        current = next(items, None)
-
-
-def _planned(
-    accum: Accumulator,
-    feed: DataPassState,
-    items: Iterator[tuple[T, bool]],
-    weigh: Callable[[T], Weight],
-) -> Iterator[T]:
-    """One window is fetched and weighed before it runs; ranks meet when it opens."""
-    if accum._options.tail == "carry":
-        raise ValueError('weigh= looks at a whole window, which tail="carry" spreads over passes')
-    if accum._options.nonfinite == "skip_micro_batch":
-        raise ValueError('weigh= promises a total, which nonfinite="skip_micro_batch" breaks')
-    if accum.pending and feed.plan is None:
-        raise RuntimeError(
-            f"weigh= needs to see a window from its start, and {accum.pending} micro-batches are "
-            f"pending; flush() or discard() first"
-        )
-    while True:
-        if feed.plan is None:
-            window = [item for item, _ in islice(items, accum.steps)]
-            if not _plan(accum, feed, window, weigh):
-                return
-        else:
-            window = [item for item, _ in islice(items, feed.plan.left)]
-        yield from _run_plan(accum, feed, window)
-        feed.plan = None
-
-
-def _plan(
-    accum: Accumulator, feed: DataPassState, window: list[T], weigh: Callable[[T], Weight]
-) -> bool:
-    """Ranks tell each other what they will run in the next window; whether there is one."""
-    weights = [check_weight(weigh(item)) for item in window]
-    full = float(len(window) == accum.steps)
-    _pause(accum, SyncPoint.FULL)
-    places = [float(i < len(window)) for i in range(accum.steps)] if feed.in_step else []
-    told = [sum(weights, 0.0), float(len(window)), float(bool(window)), full, *places]
-    sums = accum._ranks.sum(told)
-    _, count, feed.alive, full, *taken = _floats(sums)
-    if count == 0 or (full == 0 and accum._options.tail == "drop"):
-        return False
-    # under sync="every" each micro-batch is reduced: who has fewer stands in with weight 0
-    weights += [0.0] * (sum(ranks > 0 for ranks in taken) - len(weights))
-    feed.plan = Plan(weights, sums[0], count, left=max(len(window), 1))
-    return True
-
-
-def _run_plan(accum: Accumulator, feed: DataPassState, window: list[T]) -> Iterator[T]:
-    """Hand out the items of a planned window, or take part in it without any."""
-    if (plan := feed.plan) is None:
-        return
-    feed.last = not window and not feed.in_step
-    before, first = accum.micro_batches, accum.pending
-    for item in window:
-        _pause_before_block(accum, feed)
-        plan.left -= 1
-        yield item
-        if plan.discarded:
-            accum.position += plan.left
-            break
-    for _ in range(first + len(window), max(len(plan.weights), 1)):
-        _pause(accum, SyncPoint.SHORT)
-        plan.left = 0
-        accum._join()
-    ran = accum.micro_batches - before
-    if accum.pending or (ran != len(window) and not plan.discarded):
-        raise RuntimeError(
-            f"weigh= counted {len(plan.weights)} micro-batches for this window, but {ran} blocks "
-            f"were run; one block an item, and let weigh return 0 for what the loop leaves out"
-        )
-
-
-def _meet(accum: Accumulator, feed: DataPassState, has_data: float) -> None:
-    """At the start of a pass: how many ranks have data at all."""
-    feed.alive, feed.begins = has_data, True
-    _pause(accum, SyncPoint.PASS)
-    feed.begins = False
-    if accum._ranks.size > 1:
-        feed.alive = _floats(accum._ranks.sum([has_data]))[0]
-
-
-def _floats(sums: Any) -> list[float]:
-    return sums if isinstance(sums, list) else sums.tolist()

@@ -3,45 +3,105 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import ClassVar
 
-from accumplug.core.gradients import GradientBuffer, OtherOwners
-from accumplug.parallel.ddp import find_ddp_modules
+from torch import nn
 
-if TYPE_CHECKING:
-    from accumplug.accumulator import Accumulator
-
-
-def others(accum: Accumulator) -> list[Accumulator]:
-    """All other Accumulators that are alive."""
-    return [] if len(accum._live) == 1 else [a for a in accum._live if a is not accum]
+from accumplug.core.gradients import GradientBuffer
+from accumplug.core.options import Scaler
+from accumplug.core.state import LoopState, OtherOwners
 
 
-def find_foreign(accum: Accumulator) -> OtherOwners:
-    """What belongs to the other Accumulators and not to this one."""
-    sums = [other._sum for other in others(accum)]
-    own = {id(p) for p in accum._sum.parameters}
-    mine = accum._sum.roots(accum._sum.models)
-    parameters = [weakref.ref(p) for s in sums for p in s.parameters if id(p) not in own]
-    found = [ddp for s in sums for ddp in s.ddp_modules(s.models)]
-    if accum._ranks.size > 1:  # also those that their Accumulators have not seen yet
-        found += find_ddp_modules([p for s in sums for p in s.stepped_parameters])
-    ddps = [weakref.ref(ddp) for ddp in {id(ddp): ddp for ddp in found}.values()]
-    roots = [weakref.ref(root) for s in sums for root in s.roots(s.models) if root not in mine]
-    return OtherOwners(GradientBuffer.changes, parameters, ddps, roots)
+class Registry:
+    """One Accumulator among all that are alive.
 
+    A class-wide weak set is the one piece of process-wide state: the loss of a generator must add
+    nothing to the discriminator's window, and only the other Accumulator knows which parameters
+    those are.
+    """
 
-def shares_scaler(accum: Accumulator) -> bool:
-    """Whether another Accumulator may have updated the scaler while this window was open."""
-    return accum._scaler is not None and any(a._scaler is accum._scaler for a in others(accum))
+    live: ClassVar[weakref.WeakSet[Registry]] = weakref.WeakSet()
 
+    def __init__(self, state: LoopState, gradients: GradientBuffer, scaler: Scaler | None) -> None:
+        self.stepping = False
+        """The optimizers are being stepped by this Accumulator."""
+        self._state = state
+        self._gradients = gradients
+        self._scaler = scaler
+        self._found = OtherOwners()
+        Registry.live.add(self)
 
-def count_micro_batches(accum: Accumulator) -> dict[int, int]:
-    """How many each other Accumulator has run, by id."""
-    return {id(other): other.micro_batches for other in others(accum)}
+    @property
+    def others(self) -> list[Registry]:
+        """All other Accumulators that are alive."""
+        return [] if len(Registry.live) == 1 else [r for r in Registry.live if r is not self]
 
+    def has_unseen_models(self) -> bool:
+        """Whether another Accumulator has run no block yet, so that its modules are not known."""
+        return any(not other._gradients.models for other in self.others)
 
-def ran_beside(accum: Accumulator) -> bool:
-    """Whether another Accumulator has run micro-batches in this pass."""
-    before = {} if accum._feed is None else accum._feed.others
-    return any(count > before.get(a, 0) for a, count in count_micro_batches(accum).items())
+    def other_owners(self) -> OtherOwners:
+        """What belongs to the other Accumulators and not to this one."""
+        if self._found.changes != GradientBuffer.changes:
+            self._found = self._find()
+        return self._found
+
+    def _find(self) -> OtherOwners:
+        buffers = [other._gradients for other in self.others]
+        own = {id(p) for p in self._gradients.parameters}
+        mine = self._gradients.fsdp_roots(self._gradients.models)
+        parameters = {id(p): p for b in buffers for p in b.parameters if id(p) not in own}
+        ddps = {id(d): d for b in buffers for d in b.ddp_modules(b.models)}
+        roots = {id(r): r for b in buffers for r in b.fsdp_roots(b.models) if r not in mine}
+        return OtherOwners(
+            GradientBuffer.changes,
+            [weakref.ref(p) for p in parameters.values()],
+            [weakref.ref(d) for d in ddps.values()],
+            [weakref.ref(r) for r in roots.values()],
+        )
+
+    def shares_scaler(self) -> bool:
+        """Whether another Accumulator may have updated the scaler while this window was open."""
+        return self._scaler is not None and any(r._scaler is self._scaler for r in self.others)
+
+    def any_stepping(self) -> bool:
+        """Whether any Accumulator is stepping optimizers now."""
+        return any(registry.stepping for registry in Registry.live)
+
+    def count_others(self) -> dict[int, int]:
+        """Micro-batches that each other Accumulator has run, by id."""
+        return {id(other): other._state.micro_batches for other in self.others}
+
+    def ran_concurrently(self) -> bool:
+        """Whether another Accumulator has run micro-batches in this pass."""
+        data_pass = self._state.data_pass
+        before = {} if data_pass is None else data_pass.others
+        return any(count > before.get(other, 0) for other, count in self.count_others().items())
+
+    def refuse_nested(self, models: tuple[nn.Module, ...]) -> None:
+        """Raise RuntimeError inside of another Accumulator's block over one of `models`."""
+        for other in self.others:
+            if other._state.block is not None and (name := self._shared(other, models)):
+                raise RuntimeError(
+                    f"a block inside a block of another Accumulator over the same {name}: two "
+                    f"windows can't share one gradient. Use one Accumulator for a model"
+                )
+
+    def explain_change(self) -> str:
+        """Why the sum may have changed, if another Accumulator has a window over its models."""
+        for other in self.others:
+            if other._state.window is None:
+                continue
+            if name := self._shared(other, self._gradients.models):
+                return (
+                    f" (another Accumulator has {other._state.pending} micro-batches pending in "
+                    f"the same {name}: two windows can't share one gradient; use one Accumulator "
+                    f"for a model)"
+                )
+        return ""
+
+    def _shared(self, other: Registry, models: Iterable[nn.Module]) -> str:
+        """The class of a module that `other` has too, or nothing."""
+        found = [type(model).__name__ for model in models if other._gradients.has_model(model)]
+        return found[0] if found else ""

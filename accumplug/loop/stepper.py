@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accumplug.core.gradients import GradientBuffer
-from accumplug.core.optimizer_step import scale_state, take_update
-from accumplug.core.window import Weight, Window, is_number
+from accumplug.core.host import Host
+from accumplug.core.optimizer_step import scale_state, take_update, unscaled
+from accumplug.core.options import Options, Scaler
+from accumplug.core.state import BlockState, LoopState
+from accumplug.core.window import Weight, Window
 from accumplug.errors import NonFiniteError
+from accumplug.loop.registry import Registry
 from accumplug.parallel.ddp import forget_marks
 
-if TYPE_CHECKING:
-    from accumplug.accumulator import Accumulator
-    from accumplug.core.options import Options
-    from accumplug.loop.micro_batch import MicroBatch
+
+class _Factor(NamedTuple):
+    """What a cached root gradient was made for."""
+
+    divisor: float
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
 
 
 class Stepper:
@@ -28,60 +37,64 @@ class Stepper:
     """
 
     def __init__(
-        self, accum: Accumulator, options: Options, running: GradientBuffer, scaler: Any, loop: Any
+        self,
+        state: LoopState,
+        gradients: GradientBuffer,
+        options: Options,
+        scaler: Scaler | None,
+        host: Host,
+        registry: Registry,
     ) -> None:
         self.scale: Tensor | None = None
         """The scaler's scale in the open window, 0-dim; None before its first loss."""
         self.overflows = 0.0
         """Micro-batches left out although their loss was finite: the scale is too large."""
-        self._stepping = False
-        self._scaled_by: object = None
+        self.scaler = scaler
+        self._gradients = gradients
         self._options = options
-        self._sum = running
-        self._scaler = scaler
-        self._loop = loop
-        self._root: tuple[Any, Tensor] | None = None
-        self._refuse_other_steps(accum)
+        self._host = host
+        self._registry = registry
+        self._scaled_by: object = None
+        self._factor: tuple[_Factor, Tensor] | None = None
+        self._refuse_other_steps(state)
 
     def root_gradient(self, loss: Tensor, divisor: Weight) -> Tensor:
         """What a backward from `loss` starts with: 1 / divisor, times the scaler's scale.
 
         The same bits as dividing the loss by a number and scaling the quotient.
         """
-        if self._scaler is None and is_number(divisor):
-            kind = (divisor, loss.dtype, loss.device, loss.shape)
-            if self._root is None or self._root[0] != kind:
-                self._root = (kind, loss.detach().new_full(loss.shape, 1.0 / divisor))
-            return self._root[1]
+        if self.scaler is None and isinstance(divisor, float):
+            kind = _Factor(divisor, loss.dtype, loss.device, loss.shape)
+            if self._factor is None or self._factor[0] != kind:
+                self._factor = (kind, loss.detach().new_full(loss.shape, 1.0 / divisor))
+            return self._factor[1]
         one = torch.ones((), device=loss.device)
-        if self._scaler is not None and self.scale is None:
-            self.scale = self._scaler.scale(one)
-            self._scaled_by = scale_state(self._scaler)
+        if self.scaler is not None and self.scale is None:
+            self.scale = self.scaler.scale(one)
+            self._scaled_by = scale_state(self.scaler)
         wide = loss.dtype if loss.dtype is torch.float64 else torch.float32
         scaled: Tensor = (one if self.scale is None else self.scale).to(wide) / divisor
         return scaled.to(loss.dtype).reshape(loss.shape)
 
-    def keep(self, kept: list[Tensor | None], loss: Tensor) -> bool:
+    def keep_if_finite(self, kept: list[Tensor | None], loss: Tensor) -> bool:
         """Add the micro-batch that has just run to the `kept` sum if it is finite; say whether."""
-        finite_loss = torch.isfinite(loss.detach()).all().to(self._sum.device)
-        both = torch.stack([self._sum.finite(), finite_loss]).tolist()
-        self._sum.put(kept, added=all(both))
+        gradients = self._gradients
+        finite_loss = torch.isfinite(loss.detach()).all().to(gradients.device)
+        both = torch.stack([gradients.finite(), finite_loss]).tolist()
+        gradients.put(kept, added=all(both))
         if not all(both):
-            for ddp in self._sum.ddp_modules(self._sum.models):
+            for ddp in gradients.ddp_modules(gradients.models):
                 forget_marks(ddp)
-        if both[1] and not both[0] and self._scaler is not None:
+        if both[1] and not both[0] and self.scaler is not None:
             self.overflows += 1.0
         return all(both)
 
-    def hand_over(self) -> None:
+    def release(self) -> None:
         """The sum is finished: a loop that steps gets it in a form that its optimizer takes."""
         self._follow_scale()
-        if self._loop is None:
-            self._sum.narrow()
-        else:
-            self._loop.before_step(self._sum.narrow)
+        self._host.before_step(self._gradients.cast_down)
 
-    def take(
+    def step(
         self, window: Window, total: Weight, shared: bool
     ) -> tuple[Tensor | float | None, bool]:
         """Step the optimizers; return the norm of the gradient and whether one has stepped.
@@ -89,76 +102,74 @@ class Stepper:
         `shared`: the scaler is another Accumulator's, too, so its scale may have changed.
         """
         self._follow_scale(shared)
-        self._stepping = True
+        self._registry.stepping = True
         try:
             outcome = take_update(
-                self._sum.stepped_parameters,
+                self._gradients.stepped_parameters,
                 self._options.optimizers,
                 self._options.schedulers,
-                self._scaler,
+                self.scaler,
                 self._options.max_grad_norm,
                 self._options.nonfinite,
-                None if is_number(total) else total,
-                self._sum.narrow,
+                None if isinstance(total, float) else total,
+                self._gradients.cast_down,
             )
         except NonFiniteError as error:
             window.torn = str(error)
             raise
         finally:
-            self._stepping = False
+            self._registry.stepping = False
         return outcome.grad_norm, outcome.stepped
 
-    def see(self, micro: MicroBatch, clips: Any, ranks: int) -> tuple[Tensor | float | None, bool]:
+    def observe_step(
+        self, block: BlockState, values: Sequence[Tensor | float], ranks: int
+    ) -> tuple[Tensor | float | None, bool]:
         """The loop steps: return the norm that it has clipped by, and whether it has stepped.
 
-        `clips`: how the loops of all ranks have clipped, for one that has nothing to step on.
+        `values`: how the loops of all ranks have stepped, for one that has nothing to step on.
         """
-        if self._loop is None:
-            return None, not self._backed_off()
-        if not micro.flushes and 0 < micro.closers < ranks and float(clips[-1]) < micro.closers:
-            raise RuntimeError(
-                "a rank without data has to take the step that the others take, and their loop has "
-                "not taken it inside of the closing block; step there, or give optimizer="
-            )
-        if micro.flushes:
-            self._loop.let_step()
-        elif micro.virtual or (micro.skipped and not self._loop.stepped):
-            self._loop.take_step(*clips)
-        return self._loop.grad_norm, not (self._loop.was_skipped() or self._backed_off())
+        norm, stepped = self._host.observe_step(block, values, ranks)
+        return norm, stepped and not self._backed_off()
 
     def back_off(self, overflows: float) -> None:
         """Lower the scale if micro-batches were left out because of it, on any rank."""
-        if overflows > 0:
-            self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
+        if overflows > 0 and self.scaler is not None:
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
 
-    def forget(self) -> None:
+    def is_unscaled(self) -> bool:
+        """Whether the scaler stands between unscale_ and update."""
+        return self.scaler is not None and unscaled(self.scaler)
+
+    def forget_window(self) -> None:
         """The window is over."""
         self.scale, self.overflows = None, 0.0
 
     def _follow_scale(self, shared: bool = False) -> None:
         """Bring the sum to the scaler's scale, if that was changed while the window was open."""
-        if self._scaler is not None and self.scale is None:  # a rank that has had no data yet
-            self.scale = self._scaler.scale(torch.ones((), device=self._sum.device))
-        elif self.scale is not None and (shared or scale_state(self._scaler) != self._scaled_by):
-            now = self._scaler.scale(torch.ones_like(self.scale))
-            self._sum.scale(now / self.scale)
+        if self.scaler is None:
+            return
+        if self.scale is None:  # a rank that has had no data yet
+            self.scale = self.scaler.scale(torch.ones((), device=self._gradients.device))
+        elif shared or scale_state(self.scaler) != self._scaled_by:
+            now = self.scaler.scale(torch.ones_like(self.scale))
+            self._gradients.scale(now / self.scale)
             self.scale = now
 
     def _backed_off(self) -> bool:
         """Whether the scaler has skipped the loop's step in the closing block."""
-        if self._scaler is None or self.scale is None:
+        if self.scaler is None or self.scale is None:
             return False
-        return bool(self._scaler.scale(torch.ones_like(self.scale)) < self.scale)
+        return bool(self.scaler.scale(torch.ones_like(self.scale)) < self.scale)
 
-    def _refuse_other_steps(self, accum: Accumulator) -> None:
+    def _refuse_other_steps(self, state: LoopState) -> None:
         """Let the optimizers raise if the loop steps them on a sum that is not finished."""
-        this, owner = weakref.ref(self), weakref.ref(accum)
+        registry, owner = weakref.ref(self._registry), weakref.ref(state)
 
         def refuse_step(*_: Any) -> None:
-            update, accum = this(), owner()
-            if update is None or accum is None or any(a._update._stepping for a in accum._live):
+            registered, now = registry(), owner()
+            if registered is None or now is None or registered.any_stepping():
                 return
-            if accum._micro is not None or accum.pending:
+            if now.block is not None or now.pending:
                 raise RuntimeError(
                     "accum takes the step (optimizer= was given); leave optimizer.step() out of "
                     "the loop"

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from accumplug.core.options import PER_SAMPLE
+from accumplug.errors import OptionTypeError
 from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import ddp_modules, reduced_parameters
 from accumplug.parallel.group import DataParallelGroup
@@ -30,11 +32,13 @@ def refuse_model(model: Any, ranks: DataParallelGroup) -> None:
     """Raise if windows over `model` would be silently wrong."""
     refuse_engine(model)
     if not isinstance(model, nn.Module):
-        raise ValueError(
+        raise OptionTypeError(
             f"accum(model) takes torch modules, got {type(model).__name__}; "
             f"several models are given one by one: accum(a, b)"
         )
     for name, module in model.named_modules():
+        if any(c.__name__ == "GradSampleModule" for c in type(module).__mro__):
+            raise ValueError(PER_SAMPLE)
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
                 f"{name or type(module).__name__} is FullyShardedDataParallel (FSDP1), whose "

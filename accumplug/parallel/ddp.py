@@ -1,4 +1,4 @@
-"""Ranks: who they are, and when a gradient is reduced over them.
+"""DistributedDataParallel: when it reduces a gradient, and how it is made to.
 
 Everything that touches DistributedDataParallel's private parts is in this file
 (read from torch 2.13, torch/nn/parallel/distributed.py and reducer.cpp).
@@ -6,7 +6,6 @@ Everything that touches DistributedDataParallel's private parts is in this file
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,28 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-
-from accumplug.parallel.group import DataParallelGroup
 
 
 def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
     """The DistributedDataParallel modules in `model`: itself, nested, or inside a compiled one."""
     return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-
-
-def find_ddp_modules(parameters: Iterable[nn.Parameter]) -> list[DistributedDataParallel]:
-    """The live DDP modules that hold any of `parameters`, in the order of those.
-
-    For a rank that takes part in a window before it has ever run a forward: all it knows is
-    its optimizer. Looks through all objects of the process, so only for that.
-    """
-    parameters = list(parameters)
-    ids = {id(p) for p in parameters}
-    gc.collect()  # a wrapper that is garbage must not be joined
-    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    found = [ddp for ddp in found if any(id(p) in ids for p in ddp.parameters())]
-    return in_order(found, parameters)
 
 
 def has_sparse_gradients(ddp: DistributedDataParallel) -> bool:
@@ -48,6 +32,25 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that `ddp` reduces."""
     ignored = ddp.parameters_to_ignore
     return [p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def handled_parameters(ddps: Iterable[DistributedDataParallel]) -> set[int]:
+    """Ids of the parameters that `ddps` reduce, or were told to ignore.
+
+    A parameter that was frozen when its module was wrapped belongs to no reducer, and is reduced by
+    nobody if it is unfrozen later. Only the reducer's buckets tell; looking at them takes as much
+    memory as the gradients, for a moment before there are any.
+    """
+    handled: set[int] = set()
+    for ddp in ddps:
+        parameters = dict(ddp.module.named_parameters())
+        handled |= {id(p) for n, p in parameters.items() if n in ddp.parameters_to_ignore}
+        if has_sparse_gradients(ddp):
+            handled |= {id(p) for p in reduced_parameters(ddp)}
+        else:
+            buckets = ddp.reducer._get_zeros_like_grad_buckets()
+            handled |= {id(p) for bucket in buckets for p in bucket.parameters()}
+    return handled
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
@@ -78,6 +81,28 @@ def buffers_once(ddp: DistributedDataParallel) -> Iterator[None]:
             ddp.broadcast_buffers = broadcasts
     else:
         yield
+
+
+@contextmanager
+def others_unsynced(own: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Let no DDP module but `own` reduce in a block, whichever are called in it."""
+    spared: list[DistributedDataParallel] = []
+    ids = {id(ddp) for ddp in own}
+
+    def spare(module: nn.Module, arguments: Any) -> None:
+        if not isinstance(module, DistributedDataParallel) or id(module) in ids:
+            return
+        if module.require_backward_grad_sync:
+            module.require_backward_grad_sync = False
+            spared.append(module)
+
+    handle = register_module_forward_pre_hook(spare)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for module in spared:
+            module.require_backward_grad_sync = True
 
 
 def in_order(
@@ -121,31 +146,6 @@ def reduce_now(ddp: DistributedDataParallel) -> None:
     ddp.require_forward_param_sync = True
 
 
-def reduce_sums(ddps: Sequence[DistributedDataParallel], ranks: DataParallelGroup) -> None:
-    """Average `.grad` over the ranks in its own dtype, which DDP's buckets can't hold.
-
-    In flat buckets of DDP's usual 25 MiB, one after the other. A parameter that no rank has used
-    stays without a gradient.
-    """
-    parameters = [p for ddp in ddps for p in reduced_parameters(ddp)]
-    marks = ranks.sum([float(p.grad is not None) for p in parameters])
-    used = [p for p, mark in zip(parameters, _numbers(marks), strict=True) if mark]
-    for bucket in _buckets(used):
-        for parameter in bucket:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        grads = [p.grad for p in bucket if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in grads]).div_(ranks.size)
-        if ranks.size > 1:
-            dist.all_reduce(flat, group=ranks.group)
-        offset = 0
-        for grad in grads:
-            grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
-            offset += grad.numel()
-    for ddp in ddps:
-        ddp.require_forward_param_sync = True
-
-
 def reduction_times(ddps: Iterable[DistributedDataParallel]) -> list[list[int]]:
     """What differs before and after a backward if, and only if, it has reduced.
 
@@ -157,24 +157,6 @@ def reduction_times(ddps: Iterable[DistributedDataParallel]) -> list[list[int]]:
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
     """Let `ddp` put its buckets into the order of its first backward. All ranks have to be here."""
     ddp.reducer._rebuild_buckets()
-
-
-def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split into runs of one dtype and device, of at most 25 MiB (or one parameter) each."""
-    buckets: list[list[nn.Parameter]] = []
-    kind, room = None, 0
-    for parameter in parameters:
-        size = parameter.numel() * 4
-        if kind != (kind := (parameter.grad_dtype, parameter.device)) or size > room:
-            buckets.append([])
-            room = 25 * 2**20
-        buckets[-1].append(parameter)
-        room -= size
-    return buckets
-
-
-def _numbers(sums: Tensor | list[Any]) -> list[Any]:
-    return sums if isinstance(sums, list) else sums.tolist()
 
 
 def mark_used(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
 from accumplug.errors import MovedError
 
@@ -70,6 +71,21 @@ def check_deferred(roots: Iterable[FSDPModule], others: Iterable[nn.Parameter]) 
     )
     if roots and not any(found) and all(p.grad is None for p in others):
         raise MovedError("FSDPParam._unsharded_param.grad", "the deferred gradients of fully_shard")
+
+
+@contextmanager
+def recorded_outputs(root: FSDPModule, outputs: list[Tensor]) -> Iterator[None]:
+    """Let `outputs` have the tensors that the forwards of `root` give in a block."""
+
+    def record(module: nn.Module, arguments: Any, output: Any) -> None:
+        found, _ = tree_flatten(output)
+        outputs.extend(leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+    handle = root.register_forward_hook(record)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

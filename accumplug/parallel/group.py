@@ -33,14 +33,17 @@ class DataParallelGroup:
             return dist.get_rank(self.group)
         return 0
 
-    def sum(self, values: Sequence[Any]) -> Tensor | list[Any]:
+    def sum(self, values: Sequence[float | Tensor]) -> list[float] | list[Tensor]:
         """Sum each of `values` (numbers, or 0-dim tensors on one device) over the ranks.
 
-        Returns a list of numbers if that costs no wait for a device; else a float64 tensor
-        (float32 where the device has no float64). One rank gets back what it gave.
+        Returns floats if that costs no wait for a device; else 0-dim tensors of float64 (float32
+        where the device has no float64). One rank gets back what it gave.
+
+        Raises:
+            RuntimeError: another rank has ended, or has not come within the group's timeout.
         """
         if self.size == 1:
-            return list(values)
+            return list(values)  # type: ignore[return-value]  # a list of either, as given
         device = next((v.device for v in values if isinstance(v, Tensor)), None)
         on_device = device is not None
         device = device or self._device()
@@ -49,8 +52,15 @@ class DataParallelGroup:
             sums = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
         else:
             sums = torch.tensor(values, dtype=dtype, device=device)
-        dist.all_reduce(sums, group=self.group)
-        return sums if on_device or device.type != "cpu" else sums.tolist()
+        try:
+            dist.all_reduce(sums, group=self.group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} waited for the other ranks to close a window, "
+                f"and one of them has ended or did not come within the group's timeout. Ranks may "
+                f"differ in micro-batches (with accum.batches), but not in windows: {error}"
+            ) from error
+        return list(sums.unbind()) if on_device or device.type != "cpu" else sums.tolist()
 
     def _device(self) -> torch.device:
         """A device that the group's backend can reduce on, the CPU if it can."""

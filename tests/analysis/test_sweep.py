@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from accumplug.analysis.batch_tree import cut
 from accumplug.analysis.bench import Clock, PeakMemory, noise_between
 from accumplug.analysis.curve import Curve, CurveRow
 from accumplug.analysis.sweep import sweep_effective_batches
 from accumplug.analysis.user_target import example
+from accumplug.core.batch_tree import cut
 from accumplug.noise.scale import NoiseEstimate
 
 CRITERION = nn.CrossEntropyLoss()

@@ -231,7 +231,7 @@ def test_the_loops_own_exception_is_not_replaced_by_that_of_a_write(
         raise KeyError("mine")
     notes = getattr(caught.value, "__notes__", [f"{caught.value.__context__}"])
     assert "No space left on device" in notes[0]
-    assert run.accum._keeper is None
+    assert run.accum.parts.state.observer is None
 
 
 def test_after_a_resume_no_damaged_weights_are_linked(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ class Run:
             loss = nn.functional.mse_loss(output.float(), y)
             self.accum.backward(loss)
         self.seen.append((x.clone(), loss.item()))
-        if micro.ends:
+        if micro.closes:
             last = self.accum.last
             self.windows.append((last.loss, last.weight, last.grad_norm, last.stepped, last.scale))
 

@@ -1345,6 +1345,7 @@ def test_a_weight_that_replaces_another_is_served_and_the_old_one_let_go() -> No
             model[0], x = nn.Linear(size, 700), torch.randn(3, size)
             with accum(model):
                 accum.backward(model(x).sum())
+            model.zero_grad()
             assert accum.inplace_report().served == (("0",) if inplace else ())
         gc.collect()
         assert old() is None

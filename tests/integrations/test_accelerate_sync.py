@@ -108,6 +108,8 @@ def test_the_active_loader_is_told_as_before():
         assert state.active_dataloader is first
         with accum(model):
             accelerator.backward(loss_of(model, batch))
+            if accelerator.sync_gradients:
+                model.zero_grad()
         if iteration == 1:
             for number, _ in enumerate(second):
                 assert state.active_dataloader is second

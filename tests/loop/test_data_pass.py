@@ -131,13 +131,26 @@ def test_it_looks_one_item_ahead_and_no_further():
     assert seen == [(0, 2), (1, 3), (2, 4), (3, 4)]
 
 
-def test_the_position_counts_what_was_handed_out_in_this_pass():
-    """For resuming; 0 between passes."""
-    accum, seen = Accumulator(2), []
+def test_the_position_counts_what_was_trained_on_in_this_pass():
+    """For resuming: an item that is in hand has to be fetched again; 0 between passes."""
+    model, seen = network(), []
+    accum = Accumulator(2, optimizer=SGD(model.parameters(), 0.0))
+    for _ in range(2):
+        for batch in accum.batches(data([2] * 3)):
+            before = accum.position
+            with accum(model):
+                accum.backward(mean_loss(model, batch))
+            seen.append((accum.epoch, before, accum.position))
+    assert seen == [(0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 0, 1), (1, 1, 2), (1, 2, 3)]
+    assert (accum.epoch, accum.position) == (2, 0)
+
+
+def test_a_pass_without_blocks_is_a_pass():
+    """Its items were handed out and left alone."""
+    accum = Accumulator(2)
     for _ in range(2):
         for _ in accum.batches("abc"):
-            seen.append((accum.epoch, accum.position))
-    assert seen == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
+            pass
     assert (accum.epoch, accum.position) == (2, 0)
 
 

@@ -617,9 +617,11 @@ def reads_of(monkeypatch, accum, model, weights, scaler=None):
     with Reads(monkeypatch) as reads:
         for batch, weight in zip(data([2] * len(weights), torch.float32), weights, strict=True):
             before = reads.count
-            with accum(model, weight=weight):
+            with accum(model, weight=weight) as micro:
                 accum.backward(mean_loss(model, batch))
             counts.append(reads.count - before)
+            if micro.closes:
+                model.zero_grad()
     return counts
 
 

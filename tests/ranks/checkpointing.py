@@ -207,12 +207,12 @@ def interrupted_in_the_last_meeting(rank: int, directory: Path) -> tuple[bool, i
     run = Run(rank, Setup(sizes=(1, 5), options={"tail": "carry"}, epochs=1), 1)
 
     def hook() -> None:
-        if run.accum._feed is not None and run.accum._feed.alive == 0:
+        if (data_pass := run.accum.parts.state.data_pass) is not None and data_pass.alive == 0:
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.3 * (rank == 0))  # till it is asked for
 
-    run.accum._after_block.append(hook)
+    run.accum.on_block_end(hook)
     options = {"model": run.model, "loader": run.loader, "signals": (signal.SIGUSR1,)}
     with Checkpointer(directory, run.accum, every=1, **options) as checkpoint:
         run.train(checkpoint)

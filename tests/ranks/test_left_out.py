@@ -152,7 +152,7 @@ def end_without_block(rank: int, model: str, counts: list[int], sync: str) -> An
     on."""
     make, wrap_with = MODELS[model]
     ddp = DistributedDataParallel(make(), **wrap_with)
-    accum = Accumulator(2, optimizer=sgd(ddp.parameters()), sync=sync)
+    accum = Accumulator(2, optimizer=sgd(ddp.parameters()), sync=sync, models=[ddp])
     seen: list[Gradients] = []
     accum.on_update(lambda: seen.append(grads(ddp)))
     for index, item in enumerate(accum.batches(items(rank, SIZES[: counts[rank]]))):

@@ -152,7 +152,7 @@ class Run:
         """Go on to the end. In micro-batch `signal_at` this rank gets a signal."""
         options = {"weigh": weight_of} if self.setup.weigh else {}
         for epoch in range(self.accum.epoch, 2):
-            if getattr(self.accum._keeper, "interrupted", False):
+            if getattr(self.accum.parts.state.observer, "interrupted", False):
                 break
             self.sampler.set_epoch(epoch)
             for x, y in self.accum.batches(self.loader, **options):

@@ -1,0 +1,114 @@
+"""Who takes the step at the end of a window: accum, a plain loop, or the loop of a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accumplug.core.options import Scheduler
+from accumplug.core.state import BlockState
+
+
+class Host(Protocol):
+    """The loop around an Accumulator. An integration implements it; nothing else asks which it is.
+
+    Attributes:
+        takes_over: a rank without data can take the step that the loops of the others take.
+        has_stepped: the loop has nothing left to do for a window that has closed.
+    """
+
+    takes_over: bool
+
+    @property
+    def has_stepped(self) -> bool: ...
+
+    def models(self) -> list[nn.Module]:
+        """Models that the loop has made known, as wrapped for the ranks."""
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that the loop has made known."""
+
+    def schedulers(self) -> list[Scheduler]:
+        """Those that the loop has made known."""
+
+    def enter(self, block: BlockState, finish: Callable[[], None]) -> None:
+        """A block of the loop begins. `finish` has to run before a step in one that closes."""
+
+    def leave(self) -> None:
+        """The block is over, in whatever way."""
+
+    def ends_pass(self) -> bool:
+        """Whether the loop's data end with the block that begins, as far as the host knows."""
+
+    def count_block(self) -> None:
+        """The block has ended well, in a loop that does not use `batches`."""
+
+    def leave_empty(self) -> None:
+        """The window has no weight: what the loop does at a close must not happen."""
+
+    def before_step(self, function: Callable[[], None]) -> None:
+        """Run `function` before the loop steps in this block."""
+
+    def step_values(self) -> list[float]:
+        """How this rank's loop has clipped and stepped, to be summed over the ranks."""
+
+    def observe_step(
+        self, block: BlockState, values: Sequence[Tensor | float], ranks: int
+    ) -> tuple[Tensor | float | None, bool]:
+        """The window has closed: the norm that the loop has clipped by, and whether it stepped.
+
+        `values`: the sums of `step_values`, for a rank that has to step like the others.
+        """
+
+
+class PlainHost:
+    """No framework: accum takes the step, or the loop does and is not looked at."""
+
+    def __init__(self, takes_step: bool) -> None:
+        self.takes_over = takes_step
+        self.has_stepped = takes_step
+
+    def models(self) -> list[nn.Module]:
+        """None are known."""
+        return []
+
+    def optimizers(self) -> list[Optimizer]:
+        """None are known beside accum's own."""
+        return []
+
+    def schedulers(self) -> list[Scheduler]:
+        """None are known beside accum's own."""
+        return []
+
+    def enter(self, block: BlockState, finish: Callable[[], None]) -> None:
+        """Nothing to do."""
+
+    def leave(self) -> None:
+        """Nothing to do."""
+
+    def ends_pass(self) -> bool:
+        """Never known."""
+        return False
+
+    def count_block(self) -> None:
+        """Nothing to do."""
+
+    def leave_empty(self) -> None:
+        """Nothing to do."""
+
+    def before_step(self, function: Callable[[], None]) -> None:
+        """At once: when the loop steps is not known."""
+        function()
+
+    def step_values(self) -> list[float]:
+        """Nothing is known."""
+        return []
+
+    def observe_step(
+        self, block: BlockState, values: Sequence[Tensor | float], ranks: int
+    ) -> tuple[Tensor | float | None, bool]:
+        """The loop is taken to step on what has closed."""
+        return None, True
