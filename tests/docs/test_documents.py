@@ -115,7 +115,7 @@ def test_the_tree_shows_each_folder_and_nothing_that_is_gone():
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", *PAGES])
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md", *PAGES])
 def test_files_that_a_page_names_exist(name):
     """Each path in code, of the project or of the package. `train.py` and `runs/` are a user's."""
     code = re.findall(r"`([^`\n]+)`", "\n".join(Document(name).lines))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from documents import Document
-from loops import COMMON, apart, given
+from loops import COMMON, apart, given, trained
 from textbook import big_batch, data, mean_loss, network, relative
 from torch import nn
 from torch.optim import SGD
@@ -84,7 +84,33 @@ def test_a_second_term_is_a_mean_over_micro_batches():
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-13, atol=1e-15)
 
 
-def test_what_accum_reports_is_printed_once_for_a_window(capsys):
+def test_parts_of_one_item_are_one_update():
+    """Three items of 20 rows, in parts of 8, 8 and 4: the weights of three large batches."""
+    batches = data([20, 20, 20])
+    names = given(batches)
+    expected = trained(names["model"], batches, 1)
+    accum = GUIDE.run("One item, several micro-batches", 0, **names)["accum"]
+    assert (accum.updates, accum.micro_batches) == (3, 9)
+    assert apart(names["model"], expected) < 1e-13
+
+
+def test_a_window_closes_at_its_token_budget():
+    """The windows are those that plain counting gives, and the tail is an update, too."""
+    model, rows = token_model(), Tokens(24)
+    loader = DataLoader(rows, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    windows, tokens = [0], 0
+    for _, targets in loader:
+        tokens += int((targets != -100).sum())
+        if tokens >= 40:
+            windows, tokens = [*windows, 0], 0
+    names = {"F": F, "Accumulator": Accumulator, "optimizer": optimizer, "model": model}
+    accum = GUIDE.run("Windows with a token budget", 0, loader=loader, **names)["accum"]
+    assert accum.updates == len(windows) - (tokens == 0) > 1
+    assert accum.last.weight == (tokens or accum.last.weight)
+
+
+def test_callbacks_run_once_for_a_window(capsys):
     """Two windows: two lines with the loss that plain torch gives, and two moves of the average."""
     names = given(data([4] * 8))
     start = copy.deepcopy(names["model"])
