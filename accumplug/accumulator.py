@@ -390,7 +390,7 @@ class Accumulator:
         The running sum itself is in the gradients; a `Checkpointer` saves both.
 
         Raises:
-            RuntimeError: inside of a block, in a torn window, or between the scaler's unscale_
+            RuntimeError: inside of a block, in a torn window, or between the scaler's `unscale_`
                 and update, where a save could not be resumed.
         """
         return self._lifecycle.state_dict()
