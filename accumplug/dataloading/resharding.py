@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accumplug.dataloading import sampler_order
 from accumplug.dataloading.saved_position import MALFORMED
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, MovedError
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -118,11 +118,13 @@ def use_batches(loader: Any, batches: Batches) -> Iterator[None]:
     """Let an iterator of `loader` that is made meanwhile go through `batches`."""
     base = _base(loader)
     kept = base.batch_sampler
-    # torch 2.13: a DataLoader refuses to be given another batch_sampler; with
+    # torch 2.8 to 2.15: a DataLoader refuses to be given another batch_sampler; with
     # persistent_workers its iterator keeps the one that it was made with
     try:
         vars(base)["batch_sampler"] = batches
         _keep(base, batches)
+        if getattr(base, "_index_sampler", None) is not batches:  # what an iterator asks for
+            raise MovedError("DataLoader._index_sampler", "resuming on another number of ranks")
         yield
     finally:
         vars(base)["batch_sampler"] = kept
