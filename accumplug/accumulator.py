@@ -16,6 +16,7 @@ from accumplug.core.result import WindowResult
 from accumplug.core.state import BlockState, LoopState, PassObserver
 from accumplug.core.window import Weight, check_steps, check_weight
 from accumplug.inplace import InplaceReport
+from accumplug.loop.contrastive import Embed, contrastive
 from accumplug.loop.data_pass import Batches
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.loop.micro_batch import MicroBatch
@@ -332,6 +333,41 @@ class Accumulator:
                 run that is resumed had.
         """
         return split(self._state, self._lifecycle.group, batch, size)
+
+    def contrastive(
+        self,
+        model: nn.Module,
+        *models: nn.Module,
+        batch: Any,
+        size: int,
+        loss: Callable[..., Tensor],
+        embed: Embed | None = None,
+    ) -> Tensor:
+        """Train on a loss over all rows of a large batch (in-batch negatives), exactly.
+
+        Each part of `size` rows is a block, as with `split`, and runs forward twice: once without
+        a graph to embed its rows, once to train. Both draw the same random numbers. The loss sees
+        the embeddings of all rows of all ranks. With `steps=None` a batch is a window.
+
+        >>> for batch in accum.batches(loader):
+        ...     accum.contrastive(model, batch=batch, size=32, loss=clip_loss)
+
+        Args:
+            model: what embeds, as wrapped for the ranks; several are given one by one.
+            batch: as in `split`.
+            size: rows of a part.
+            loss: a mean over rows, as a function of what `embed` returns, for all rows.
+            embed: from a part to its embeddings, a tensor of rows or several. By default the
+                model is called with the part (with its values, if it is a tuple or a dict).
+
+        Returns:
+            The loss, without a graph; `accum.last.loss` is the same for a window of one batch.
+
+        Raises:
+            ValueError: embeddings or a loss of another shape.
+        """
+        group = self._lifecycle.group
+        return contrastive(self, group, (model, *models), batch, size, loss, embed)
 
     def flush(self) -> bool:
         """Close a started window now, reducing over the ranks; all of them have to call it.

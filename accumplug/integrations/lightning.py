@@ -102,7 +102,7 @@ class AccumCallback(Base):  # type: ignore[misc]
             _refuse_other_run(loaded, trainer)
             own = loaded["ranks"][trainer.global_rank]
             accum.load_state_dict(own["accum"])
-            _gradients(accum).restore(self._model, own["sums"])
+            accum.parts.gradients.restore(self._model, own["sums"])
             self._random = _with_numpy(own["random"])
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -182,7 +182,7 @@ class AccumCallback(Base):  # type: ignore[misc]
         """The open window of every rank, for Lightning's checkpoint. All ranks call it."""
         if self.accum is None or self._block is not None:
             return {}
-        sums = _gradients(self.accum).named(self._model) if self.accum.pending else {}
+        sums = self.accum.parts.gradients.named(self._model) if self.accum.pending else {}
         own = {
             "accum": self.accum.state_dict(),
             "sums": {name: grad.detach().cpu().clone() for name, grad in sums.items()},
@@ -247,10 +247,6 @@ class _Data:
     def __iter__(self) -> Iterator[None]:
         while not self.ended:
             yield None
-
-
-def _gradients(accum: Any) -> Any:
-    return accum.parts.gradients if hasattr(accum, "parts") else vars(accum)["_sum"]
 
 
 def rows(batch: Any) -> int:
