@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from accumplug.core.gradients import GradientBuffer
-from accumplug.core.host import Host, PlainHost
+from accumplug.core.host import Host
 from accumplug.core.noise_probe import NoiseProbe
 from accumplug.core.options import NonFinite, Options, Reduction, Sync, Tail
 from accumplug.core.result import WindowResult
 from accumplug.core.state import BlockState, LoopState, PassObserver
 from accumplug.core.window import Weight, check_steps, check_weight
+from accumplug.dataloading.split import split
 from accumplug.inplace import InplaceReport
 from accumplug.loop.contrastive import Embed, contrastive
 from accumplug.loop.data_pass import Batches
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.loop.micro_batch import MicroBatch
 from accumplug.loop.models import Models
-from accumplug.loop.split import split
 from accumplug.noise.scale import NoiseScale
 from accumplug.parallel.group import DataParallelGroup
 
@@ -94,6 +94,7 @@ class Accumulator:
         epoch: finished passes through the data.
         position: items of this pass, from `batches`, that were trained on.
         syncs: gradient reductions over the ranks that really ran on this rank.
+        parts: what this object is made of, for code that extends it (a Checkpointer, a trainer).
 
     Raises:
         ValueError: options that are unknown, contradict each other or would be ignored.
@@ -129,7 +130,7 @@ class Accumulator:
             nonfinite,
             accumulate_dtype,
         )
-        host: Host = PlainHost(bool(options.optimizers))
+        host = Host(bool(options.optimizers))
         if accelerator is not None:
             from accumplug.integrations.accelerate import AccelerateHost
 
@@ -139,11 +140,11 @@ class Accumulator:
         group = DataParallelGroup(process_group)
         gradients = GradientBuffer(options.optimizers, host.models)
         known = Models(gradients, group, options, host, inplace, models)
-        self._lifecycle = Lifecycle(state, options, group, host, gradients, known, scaler)
+        self.parts = Lifecycle(state, options, group, host, gradients, known, scaler)
         if accelerator is not None:
             from accumplug.integrations.accelerate_state import register_hooks
 
-            register_hooks(self._lifecycle, accelerator)
+            register_hooks(self.parts, accelerator)
 
     def __repr__(self) -> str:
         window = self._state.window
@@ -164,7 +165,7 @@ class Accumulator:
     @property
     def takes_step(self) -> bool:
         """Whether accum steps the optimizers; else the loop does."""
-        return bool(self._lifecycle.options.optimizers)
+        return bool(self.parts.options.optimizers)
 
     @property
     def pending(self) -> int:
@@ -212,23 +213,18 @@ class Accumulator:
         return self._state.syncs
 
     @property
-    def parts(self) -> Lifecycle:
-        """What this object is made of, for code that extends it (a Checkpointer, a trainer)."""
-        return self._lifecycle
-
-    @property
     def noise_scale(self) -> NoiseScale | None:
         """Set it to a `NoiseScale()` to have each window record two norms; None by default.
 
         The small batch is the window's first micro-batch, the large one its sum. Needs windows of
         two micro-batches or more, and sync="last". Each window then waits once more for the device.
         """
-        probe = self._lifecycle.noise_probe
+        probe = self.parts.noise_probe
         return None if probe is None else probe.noise
 
     @noise_scale.setter
     def noise_scale(self, noise: NoiseScale | None) -> None:
-        own = self._lifecycle
+        own = self.parts
         if noise is not None and own.options.sync == "every":
             raise ValueError(
                 'the noise scale compares one micro-batch with the window; under sync="every" the '
@@ -238,7 +234,7 @@ class Accumulator:
 
     def inplace_report(self) -> InplaceReport:
         """Which modules `inplace=True` has served so far, and why it has not served the others."""
-        server = self._lifecycle.models.inplace
+        server = self.parts.models.inplace
         return InplaceReport() if server is None else server.report()
 
     # -- the loop --------------------------------------------------------------------------------
@@ -262,7 +258,7 @@ class Accumulator:
         """
         block = BlockState((model, *models), check_weight(weight))
         block.closes_early = closes
-        return MicroBatch(self._lifecycle, block)
+        return MicroBatch(self.parts, block)
 
     def backward(
         self,
@@ -293,7 +289,7 @@ class Accumulator:
         block = self._state.block
         if block is None:
             raise RuntimeError("backward outside of a block; it belongs into `with accum(...):`")
-        self._lifecycle.backward(block, loss, weight, reduction, extra, retain_graph, create_graph)
+        self.parts.backward(block, loss, weight, reduction, extra, retain_graph, create_graph)
 
     def batches(
         self, loader: Iterable[T], weigh: Callable[[T], Weight] | None = None
@@ -311,8 +307,8 @@ class Accumulator:
             RuntimeError: ranks have different numbers of items and this one can't take the steps
                 of the loop (neither `optimizer` nor `accelerator` was given).
         """
-        self._lifecycle.warn_uneven()
-        return Batches(self._state, loader, self._lifecycle.data_pass.batches(loader, weigh))
+        self.parts.warn_uneven()
+        return Batches(self._state, loader, self.parts.data_pass.batches(loader, weigh))
 
     def split(self, batch: T, size: int) -> Iterator[T]:
         """The parts of one item, `size` rows each but the last: one block a part.
@@ -332,7 +328,7 @@ class Accumulator:
             ValueError: no tensor to cut, tensors of different lengths, or another size than the
                 run that is resumed had.
         """
-        return split(self._state, self._lifecycle.group, batch, size)
+        return split(self._state, self.parts.group, batch, size)
 
     def contrastive(
         self,
@@ -375,18 +371,18 @@ class Accumulator:
         Returns whether there was one on any rank. If the loop takes the steps, it has to take
         one then.
         """
-        return self._lifecycle.flush()
+        return self.parts.flush()
 
     def discard(self) -> None:
         """Throw the open window away, torn or not: its micro-batches, its gradients.
 
         Under `weigh=`, which has counted the window as a whole, `batches` goes on with the next.
         """
-        self._lifecycle.discard()
+        self.parts.discard()
 
     def close(self) -> None:
         """Throw an open window away and let go of all callbacks, hooks and observers."""
-        self._lifecycle.close()
+        self.parts.close()
 
     # -- who wants to know -----------------------------------------------------------------------
 
@@ -397,22 +393,22 @@ class Accumulator:
         closing block ends, so step inside of the block. May be used as a decorator; `remove()` of
         what it returns ends it.
         """
-        return Handle(self._lifecycle.after_update, function)
+        return Handle(self.parts.after_update, function)
 
     def on_window(self, function: F) -> Handle[F]:
         """Let `function(result)` run after each closed window, a skipped one too.
 
         `result` is the window's `WindowResult`; reading it waits for the device once a window.
         """
-        return Handle(self._lifecycle.after_window, function)
+        return Handle(self.parts.after_window, function)
 
     def on_block_start(self, function: F) -> Handle[F]:
         """Let `function()` run before each block."""
-        return Handle(self._lifecycle.before_block, function)
+        return Handle(self.parts.before_block, function)
 
     def on_block_end(self, function: F) -> Handle[F]:
         """Let `function()` run after each block that has ended well, and what it closed."""
-        return Handle(self._lifecycle.after_block, function)
+        return Handle(self.parts.after_block, function)
 
     def observe_pass(self, observer: PassObserver | None) -> None:
         """Let `observer` see each pass of `batches`: open it, stop it, count its items."""
@@ -429,8 +425,8 @@ class Accumulator:
             RuntimeError: inside of a block, in a torn window, or between the scaler's `unscale_`
                 and update, where a save could not be resumed.
         """
-        return self._lifecycle.state_dict()
+        return self.parts.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave; an open window of this object is thrown away."""
-        self._lifecycle.load_state_dict(saved)
+        self.parts.load_state_dict(saved)

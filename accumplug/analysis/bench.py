@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from accumplug.accumulator import Accumulator
 from accumplug.analysis.sync_counter import Losses, call_loss, sync_counter
-from accumplug.core.batch_tree import Batch, items_in
+from accumplug.dataloading.batch_tree import Batch, items_in
 from accumplug.noise.scale import NoiseEstimate, NoiseScale
 
 __all__ = ["Bench", "Clock", "Measurement", "PeakMemory", "noise_between"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from accumplug.accumulator import Accumulator
 from accumplug.analysis.sync_counter import Loss, call_loss
-from accumplug.core.batch_tree import Batch, cut
 from accumplug.dataloading import rng
+from accumplug.dataloading.batch_tree import Batch, cut
 
 __all__ = ["Case", "Comparison", "Difference", "Gradients", "Loop", "Split", "compare"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from accumplug.analysis.comparison import Case, fit, relative_difference
-from accumplug.core.batch_tree import Batch, cut, items_in, take
+from accumplug.dataloading.batch_tree import Batch, cut, items_in, take
 
 __all__ = ["coupling", "eval_mode", "list_names", "record_modules"]
 

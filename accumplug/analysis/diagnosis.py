@@ -20,7 +20,7 @@ from accumplug.analysis.comparison import (
 )
 from accumplug.analysis.coupling import coupling, eval_mode, list_names
 from accumplug.analysis.precision import Precision
-from accumplug.core.batch_tree import cut
+from accumplug.dataloading.batch_tree import cut
 
 __all__ = ["describe_split", "notes", "reasons"]
 

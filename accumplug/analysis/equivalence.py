@@ -13,7 +13,7 @@ from accumplug.analysis.comparison import Case, Difference, Loop, Split, compare
 from accumplug.analysis.precision import precision_of
 from accumplug.analysis.sync_counter import Losses, check_module
 from accumplug.analysis.targets import find_items
-from accumplug.core.batch_tree import Batch, items_in
+from accumplug.dataloading.batch_tree import Batch, items_in
 
 __all__ = ["EquivalenceResult", "equivalence_check"]
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from accumplug.analysis.bench import PeakMemory
 from accumplug.analysis.sync_counter import call_loss
 from accumplug.analysis.user_target import Target
-from accumplug.core.batch_tree import items_in, mapped, take
+from accumplug.dataloading.batch_tree import items_in, mapped, take
 
 __all__ = ["Trial", "launched_ranks", "rank_device"]
 

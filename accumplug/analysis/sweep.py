@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from accumplug.analysis.bench import Bench, Measurement, PeakMemory, noise_between
 from accumplug.analysis.curve import Curve, CurveRow
 from accumplug.analysis.sync_counter import Losses, check_module
-from accumplug.core.batch_tree import Batch, items_in
+from accumplug.dataloading.batch_tree import Batch, items_in
 
 __all__ = ["sweep_effective_batches"]
 

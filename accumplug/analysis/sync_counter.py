@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accumplug.accumulator import Accumulator
-from accumplug.core.batch_tree import Batch, items_in
+from accumplug.dataloading.batch_tree import Batch, items_in
 
 __all__ = ["Losses", "StepResult", "SyncCounter", "sync_counter", "train_one_optimizer_step"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accumplug.analysis.comparison import Case, Split
 from accumplug.analysis.sync_counter import IGNORED, ignored_label
-from accumplug.core.batch_tree import Batch, cut, items_in, leaves
+from accumplug.dataloading.batch_tree import Batch, cut, items_in, leaves
 
 __all__ = ["find_items"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accumplug.analysis.sync_counter import Losses
-from accumplug.core.batch_tree import Batch, mapped
+from accumplug.dataloading.batch_tree import Batch, mapped
 
 __all__ = ["Target", "example", "load_target"]
 

@@ -16,7 +16,7 @@ from accumplug.analysis.report import report
 from accumplug.analysis.sweep import sweep_effective_batches
 from accumplug.analysis.user_target import load_target
 from accumplug.checkpoint.export import export
-from accumplug.core.batch_tree import cut, items_in, take
+from accumplug.dataloading.batch_tree import cut, items_in, take
 from accumplug.noise.scale import ONE_DEVICE
 from accumplug.storage.inspect import inspect_command
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,27 +11,34 @@ from accumplug.core.options import Scheduler
 from accumplug.core.state import BlockState
 
 
-class Host(Protocol):
-    """The loop around an Accumulator. An integration implements it; nothing else asks which it is.
+class Host:
+    """The loop around an Accumulator; as it stands here, one without a framework, where accum takes
+    the step or the loop does and is not looked at. An integration is a subclass, and nothing else
+    asks which it is.
 
     Attributes:
         takes_over: a rank without data can take the step that the loops of the others take.
         has_stepped: the loop has nothing left to do for a window that has closed.
     """
 
-    takes_over: bool
+    def __init__(self, takes_step: bool) -> None:
+        self.takes_step = self.takes_over = takes_step
 
     @property
-    def has_stepped(self) -> bool: ...
+    def has_stepped(self) -> bool:
+        return self.takes_step
 
     def models(self) -> list[nn.Module]:
         """Models that the loop has made known, as wrapped for the ranks."""
+        return []
 
     def optimizers(self) -> list[Optimizer]:
         """Those that the loop has made known."""
+        return []
 
     def schedulers(self) -> list[Scheduler]:
         """Those that the loop has made known."""
+        return []
 
     def enter(self, block: BlockState, finish: Callable[[], None]) -> None:
         """A block of the loop begins. `finish` has to run before a step in one that closes."""
@@ -42,6 +48,7 @@ class Host(Protocol):
 
     def ends_pass(self) -> bool:
         """Whether the loop's data end with the block that begins, as far as the host knows."""
+        return False
 
     def count_block(self) -> None:
         """The block has ended well, in a loop that does not use `batches`."""
@@ -50,10 +57,12 @@ class Host(Protocol):
         """The window has no weight: what the loop does at a close must not happen."""
 
     def before_step(self, function: Callable[[], None]) -> None:
-        """Run `function` before the loop steps in this block."""
+        """Run `function` before the loop steps in this block; at once where that is not known."""
+        function()
 
     def step_values(self) -> list[float]:
         """How this rank's loop has clipped and stepped, to be summed over the ranks."""
+        return []
 
     def observe_step(
         self, block: BlockState, values: Sequence[Tensor | float], ranks: int
@@ -62,53 +71,4 @@ class Host(Protocol):
 
         `values`: the sums of `step_values`, for a rank that has to step like the others.
         """
-
-
-class PlainHost:
-    """No framework: accum takes the step, or the loop does and is not looked at."""
-
-    def __init__(self, takes_step: bool) -> None:
-        self.takes_over = takes_step
-        self.has_stepped = takes_step
-
-    def models(self) -> list[nn.Module]:
-        """None are known."""
-        return []
-
-    def optimizers(self) -> list[Optimizer]:
-        """None are known beside accum's own."""
-        return []
-
-    def schedulers(self) -> list[Scheduler]:
-        """None are known beside accum's own."""
-        return []
-
-    def enter(self, block: BlockState, finish: Callable[[], None]) -> None:
-        """Nothing to do."""
-
-    def leave(self) -> None:
-        """Nothing to do."""
-
-    def ends_pass(self) -> bool:
-        """Never known."""
-        return False
-
-    def count_block(self) -> None:
-        """Nothing to do."""
-
-    def leave_empty(self) -> None:
-        """Nothing to do."""
-
-    def before_step(self, function: Callable[[], None]) -> None:
-        """At once: when the loop steps is not known."""
-        function()
-
-    def step_values(self) -> list[float]:
-        """Nothing is known."""
-        return []
-
-    def observe_step(
-        self, block: BlockState, values: Sequence[Tensor | float], ranks: int
-    ) -> tuple[Tensor | float | None, bool]:
-        """The loop is taken to step on what has closed."""
         return None, True

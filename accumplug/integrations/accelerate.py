@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accumplug.core.host import Host
 from accumplug.core.options import Options, Scheduler, unprepared
 from accumplug.core.state import COUNTED, BlockKind, BlockState
 from accumplug.integrations.accelerate_loaders import LoaderPass, LoaderWatch
@@ -27,7 +28,7 @@ from accumplug.parallel.fsdp import whole
 _MISSING = object()
 
 
-class AccelerateHost:
+class AccelerateHost(Host):
     """Makes an Accelerator follow a window for the length of a block."""
 
     def __init__(
@@ -39,7 +40,7 @@ class AccelerateHost:
     ) -> None:
         _refuse(accelerator, options, steps)
         self.accelerator = accelerator
-        self.takes_step = bool(options.optimizers)
+        super().__init__(bool(options.optimizers))
         self.takes_over = True
         self.grad_norm: Tensor | None = None
         """What the loop's clip in the closing block returned."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from accumplug.analysis.equivalence import equivalence_check
 from accumplug.analysis.precision import FORMATS, Precision, float32_products
-from accumplug.core.batch_tree import items_in
+from accumplug.dataloading.batch_tree import items_in
 
 
 def classifier(*middle, dtype=torch.float32):

@@ -13,7 +13,7 @@ from accumplug.analysis.bench import Clock, PeakMemory, noise_between
 from accumplug.analysis.curve import Curve, CurveRow
 from accumplug.analysis.sweep import sweep_effective_batches
 from accumplug.analysis.user_target import example
-from accumplug.core.batch_tree import cut
+from accumplug.dataloading.batch_tree import cut
 from accumplug.noise.scale import NoiseEstimate
 
 CRITERION = nn.CrossEntropyLoss()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from accumplug.core.batch_tree import items_in, take
 from accumplug.core.state import DataPassState, LoopState, Parts
 from accumplug.core.window import Weight, check_weight
+from accumplug.dataloading.batch_tree import items_in, take
 from accumplug.errors import OptionTypeError
 from accumplug.parallel.group import DataParallelGroup
 

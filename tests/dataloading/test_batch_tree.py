@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accumplug.core.batch_tree import cut, items_in, mapped, take
+from accumplug.dataloading.batch_tree import cut, items_in, mapped, take
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
