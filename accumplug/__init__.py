@@ -6,11 +6,12 @@
 ...         accum.backward(loss_fn(model(x), y))
 
 Training: an `Accumulator` owns the window, the micro-batches of one update. Its blocks yield a
-`MicroBatch`; `accum.last` is the `WindowResult` of the last closed window, and
-`accum.inplace_report()` an `InplaceReport`. A `Checkpointer` saves at any micro-batch and resumes
+`MicroBatch`, `accum.batches` returns `Batches`, and callbacks are registered by a `Handle`;
+`accum.last` is the `WindowResult` of the last closed window, and `accum.inplace_report()` an
+`InplaceReport`. A `Checkpointer` saves at any micro-batch and resumes
 at a `Position`; `save(wait=False)` returns a `SaveHandle`. The errors are `TornWindowError`,
-`NonFiniteError`, `CheckpointError` with `DamagedCheckpointError`, `LeaseHeldError`, and
-`MovedError` where a version of torch is unknown.
+`NonFiniteError`, `CheckpointError` with `DamagedCheckpointError`, `LeaseHeldError`,
+`OptionTypeError`, and `MovedError` where a version of torch is unknown.
 
 Proof: `equivalence_check` compares one large batch with its micro-batches on any model and
 returns an `EquivalenceResult` of `Difference` values. `train_one_optimizer_step` returns a
@@ -25,6 +26,7 @@ The command `accumplug` (or `python -m accumplug`) has plan, check, sweep, inspe
 
 from accumplug._version import __version__ as __version__
 from accumplug.accumulator import Accumulator as Accumulator
+from accumplug.accumulator import Handle as Handle
 from accumplug.analysis.comparison import Difference as Difference
 from accumplug.analysis.curve import Curve as Curve
 from accumplug.analysis.curve import CurveRow as CurveRow
@@ -46,8 +48,10 @@ from accumplug.errors import DamagedCheckpointError as DamagedCheckpointError
 from accumplug.errors import LeaseHeldError as LeaseHeldError
 from accumplug.errors import MovedError as MovedError
 from accumplug.errors import NonFiniteError as NonFiniteError
+from accumplug.errors import OptionTypeError as OptionTypeError
 from accumplug.errors import TornWindowError as TornWindowError
 from accumplug.inplace import InplaceReport as InplaceReport
+from accumplug.loop.data_pass import Batches as Batches
 from accumplug.loop.micro_batch import MicroBatch as MicroBatch
 from accumplug.noise.scale import NoiseEstimate as NoiseEstimate
 from accumplug.noise.scale import NoiseScale as NoiseScale
@@ -55,6 +59,7 @@ from accumplug.noise.schedule import NoiseSchedule as NoiseSchedule
 
 __all__ = [
     "Accumulator",
+    "Batches",
     "CheckpointError",
     "Checkpointer",
     "Curve",
@@ -62,6 +67,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Difference",
     "EquivalenceResult",
+    "Handle",
     "InplaceReport",
     "LeaseHeldError",
     "MicroBatch",
@@ -70,6 +76,7 @@ __all__ = [
     "NoiseScale",
     "NoiseSchedule",
     "NonFiniteError",
+    "OptionTypeError",
     "Position",
     "SaveHandle",
     "StepResult",

@@ -24,6 +24,7 @@ NOT_FOR_USERS = {
     "Accumulator.parts",
     "Checkpointer.must_stop",
     "Checkpointer.open_pass",
+    "Batches.__init__",
     "MicroBatch.__init__",
 }
 """Calls between the rooms of the package: what they take and return is documented there."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Union
 
 from accumplug.errors import OptionTypeError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Weight: TypeAlias = "float | Tensor"
+Weight: TypeAlias = Union[float, "Tensor"]  # not a string: `Weight | None` is evaluated
 """A float, which the host knows, or a 0-dim tensor, which nobody reads on the host."""
 
 
