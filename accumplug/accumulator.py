@@ -15,9 +15,9 @@ from accumplug.core.options import NonFinite, Options, Reduction, Sync, Tail
 from accumplug.core.result import WindowResult
 from accumplug.core.state import BlockState, LoopState, PassObserver
 from accumplug.core.window import Weight, check_steps, check_weight
+from accumplug.dataloading.contrastive import Embed, contrastive
 from accumplug.dataloading.split import split
 from accumplug.inplace import InplaceReport
-from accumplug.loop.contrastive import Embed, contrastive
 from accumplug.loop.data_pass import Batches
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.loop.micro_batch import MicroBatch
@@ -332,9 +332,8 @@ class Accumulator:
 
     def contrastive(
         self,
-        model: nn.Module,
-        *models: nn.Module,
-        batch: Any,
+        model: nn.Module | Sequence[nn.Module],
+        batch: Any,  # as in split
         size: int,
         loss: Callable[..., Tensor],
         embed: Embed | None = None,
@@ -349,7 +348,7 @@ class Accumulator:
         ...     accum.contrastive(model, batch=batch, size=32, loss=clip_loss)
 
         Args:
-            model: what embeds, as wrapped for the ranks; several are given one by one.
+            model: what embeds, as wrapped for the ranks, or several of them in a list.
             batch: as in `split`.
             size: rows of a part.
             loss: a mean over rows, as a function of what `embed` returns, for all rows.
@@ -362,8 +361,9 @@ class Accumulator:
         Raises:
             ValueError: embeddings or a loss of another shape.
         """
-        group = self._lifecycle.group
-        return contrastive(self, group, (model, *models), batch, size, loss, embed)
+        group = self.parts.group
+        models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        return contrastive(self, group, models, batch, size, loss, embed)
 
     def flush(self) -> bool:
         """Close a started window now, reducing over the ranks; all of them have to call it.

@@ -25,6 +25,10 @@ module_level = np.random.default_rng(0)
 other_module = types.ModuleType("of_the_user")
 other_module.rng = random.Random(0)  # type: ignore[attr-defined]
 
+pytestmark = pytest.mark.filterwarnings(  # runs that an error has ended, in one process
+    "ignore:.*has a Checkpointer in this process already"
+)
+
 
 class Noisy(Dataset[Tensor]):
     """Numbers with noise from `noise()`, by whatever way that draws it."""

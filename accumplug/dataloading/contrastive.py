@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from accumplug.core.batch_tree import items_in, leaves, take
+from accumplug.dataloading.batch_tree import items_in, leaves, take
 from accumplug.parallel.group import DataParallelGroup
 
 Embed = Callable[[Any], "Tensor | Sequence[Tensor]"]
