@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop.test_contrastive import Towers, clip_loss, gradients, pairs, relative, sgd
+from dataloading.test_contrastive import Towers, clip_loss, gradients, pairs, relative, sgd
 from torch.nn.parallel import DistributedDataParallel
 
 from accumplug import Accumulator
