@@ -34,7 +34,8 @@ from accumplug.checkpoint.signals import protect_workers
 from accumplug.checkpoint.snapshot import Snapshot
 from accumplug.checkpoint.train_state import State, find_train_state
 from accumplug.core.state import DataPassState, SyncPoint
-from accumplug.dataloading.position import DataPosition, VerifyData
+from accumplug.dataloading.position import DataPosition
+from accumplug.dataloading.stream_check import VerifyData
 from accumplug.errors import CheckpointError, LeaseHeldError
 from accumplug.storage.layout import list_checkpoints
 from accumplug.storage.lease import Lease

@@ -104,6 +104,11 @@ class Fetcher:
         self._starts = {n: state for n, state in self._starts.items() if n >= first}
         self._fingerprints = {n: f for n, f in self._fingerprints.items() if n >= number - KEPT}
 
+    def close(self) -> None:
+        """Let go of the loader's iterator: its workers end at once if it is freed here, and only
+        after seconds if it is found in a cycle later."""
+        self._iterator = iter(())
+
     def loader_state(self) -> Any:
         """The state of the stateful loader."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())

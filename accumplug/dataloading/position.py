@@ -19,7 +19,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -36,10 +36,8 @@ from accumplug.dataloading.fetcher import (
 )
 from accumplug.dataloading.generators import Generators
 from accumplug.dataloading.rng import State
-from accumplug.errors import CheckpointError
+from accumplug.dataloading.stream_check import StreamCheck, VerifyData
 from accumplug.loop.data_pass import with_last
-
-VerifyData = Literal["raise", "warn", False]
 
 
 class DataPosition:
@@ -61,13 +59,11 @@ class DataPosition:
         generators: Sequence[Any] = (),
         verify: VerifyData = "raise",
     ) -> None:
-        if verify not in ("raise", "warn", False):
-            raise ValueError(f'verify_data is "raise", "warn" or False; got {verify!r:.40}')
         self.loader = loader
         self._source = loader
         self._making_iterator = making_iterator
         self._generators = Generators(generators)
-        self._verify = verify
+        self._check = StreamCheck(self._generators, verify)
         self._total: int | None = None
         self._start: State | None = None
         self._base = 0
@@ -129,8 +125,8 @@ class DataPosition:
         return self._count_items(self._through(loader, fetcher), 0)
 
     def _new_fetcher(self, stateful: Any) -> Fetcher:
-        compares = self._verify is not False
-        return Fetcher(self._generators, stateful, self._say_other_item if compares else None)
+        self._check.base = self._base
+        return Fetcher(self._generators, stateful, self._check if self._check.verify else None)
 
     def _resume_fetcher(self, fetcher: Fetcher, resume: State, number: int) -> None:
         fingerprints = resume.get("fingerprints", {})
@@ -270,15 +266,21 @@ class DataPosition:
     def _count_items(
         self, items: Iterator[tuple[Any, bool]], count: int
     ) -> Iterator[tuple[Any, bool]]:
-        for item, last in items:
-            count += 1
-            if last:
-                self._total = count
-            yield item, last
+        fetcher = self._fetcher
+        try:
+            for item, last in items:
+                count += 1
+                if last:
+                    self._total = count
+                yield item, last
+        finally:
+            if fetcher is not None:
+                fetcher.close()
 
     def _through(self, loader: Any, fetcher: Fetcher) -> Iterator[tuple[Any, bool]]:
         """The items of `loader`, fetched through `fetches`."""
         self._fetcher, self._per_item = fetcher, items_per_fetch(loader)
+        self._check.per_item = self._per_item
         with self._making_iterator(loader):
             base = getattr(loader, "base_dataloader", None)
             if base is None:
@@ -292,7 +294,7 @@ class DataPosition:
             return with_last(loader, itertools.chain(first, iterator))
 
     def _warn_of_bounds(self) -> None:
-        if self._generators.skipped and self._verify and not self._told:
+        if self._generators.skipped and self._check.verify and not self._told:
             self._told = True
             warnings.warn(
                 f"random generators were not looked for in all of the loader: "
@@ -300,21 +302,3 @@ class DataPosition:
                 f"it: Checkpointer(..., generators=[...])",
                 stacklevel=2,
             )
-
-    def _say_other_item(self, number: int) -> None:
-        """The resumed pass is another one than that which was saved."""
-        position = self._base + number // self._per_item
-        known = ", ".join(self._generators.names) or "none besides Python's, NumPy's and torch's"
-        if missing := ", ".join(sorted(self._generators.missing)):
-            known += f" (and {missing}, where there is none here when the loader has been built)"
-        told = (
-            f"item {position} of this pass is not the one that the run that saved was given. The "
-            f"order or the noise of its data depends on something that was not saved (the data "
-            f"themselves, the time, a random generator that the loader doesn't show, a state_dict "
-            f"without the loader's buffer). Saved are the generators: {known}. Name others with "
-            f"Checkpointer(..., generators=[...]); for items that hold times or ids, or to go on "
-            f'with other data, give verify_data="warn" or False'
-        )
-        if self._verify == "raise":
-            raise CheckpointError(told)
-        warnings.warn(told, stacklevel=2)
