@@ -6,6 +6,7 @@ import random
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,22 +164,21 @@ def run(
     """The items of a run that is resumed from `directory`, saved there after `until` of them."""
     model = nn.Linear(2, 1)
     accum = Accumulator(2, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    checkpoint = None
-    if directory is not None:
-        checkpoint = Checkpointer(directory, accum, model=model, loader=loader, **options)
-        checkpoint.resume()
     seen: list[Any] = []
-    for _ in range(accum.epoch, passes):
-        for item in accum.batches(loader):
-            with accum(model):
-                accum.backward(model(item).sum())
-            seen.append(item.tolist())
-            if checkpoint is not None and len(seen) == until:
-                checkpoint.save()
-                checkpoint.close()
-                return seen
-    if checkpoint is not None:
-        checkpoint.close()
+    with ExitStack() as stack:
+        checkpoint = None
+        if directory is not None:
+            checkpoint = Checkpointer(directory, accum, model=model, loader=loader, **options)
+            stack.enter_context(checkpoint)
+            checkpoint.resume()
+        for _ in range(accum.epoch, passes):
+            for item in accum.batches(loader):
+                with accum(model):
+                    accum.backward(model(item).sum())
+                seen.append(item.tolist())
+                if checkpoint is not None and len(seen) == until:
+                    checkpoint.save()
+                    return seen
     return seen
 
 
