@@ -18,6 +18,11 @@ FOLDERS = {"ranks": "ranks", "recipes": "recipes", "docs": "slow", "cuda": "cuda
 FOLDERS |= {"simulated_cuda": "slow"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device cuda` makes the tensors and models of all tests on a GPU."""
+    parser.addoption("--device", default="cpu", help="torch's default device in the tests")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test; `quick` is what has no other of these marks."""
     for item in items:
@@ -32,9 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
+def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if (device := request.config.getoption("device")) != "cpu":
+        torch.set_default_device(device)
     yield
+    if device != "cpu":
+        torch.set_default_device(None)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

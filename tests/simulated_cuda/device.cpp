@@ -1,4 +1,4 @@
-// Two CUDA devices made of host memory, for a CPU build of torch.
+// CUDA devices made of host memory, for a CPU build of torch.
 //
 // The library has to be loaded before torch, which looks for CUDA once, when it is imported.
 // Kernels are those of the CPU. What is real: the device of each tensor, errors where devices mix,
@@ -30,7 +30,7 @@
 namespace {
 
 using at::Tensor;
-constexpr c10::DeviceIndex kDevices = 2;
+constexpr c10::DeviceIndex kDevices = 4;
 constexpr size_t kAlignment = 512;
 
 // -- reports of waits --------------------------------------------------------------------------
@@ -167,8 +167,8 @@ bool is_pinned(const void* data) {
 // -- random numbers ----------------------------------------------------------------------------
 
 at::Generator& device_generator(c10::DeviceIndex index) {
-  static at::Generator generators[kDevices] = {
-      at::detail::createCPUGenerator(0), at::detail::createCPUGenerator(0)};
+  static std::vector<at::Generator> generators;
+  while (generators.size() < kDevices) generators.push_back(at::detail::createCPUGenerator(0));
   return generators[index];
 }
 
@@ -405,6 +405,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("record_stream", record_stream);
+  // torch would make these of their out= variants, which warn of the shape of a scalar's buffer
+  for (const char* name : {"mse_loss", "smooth_l1_loss"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
 }
 
 // -- what torch asks of CUDA -------------------------------------------------------------------
