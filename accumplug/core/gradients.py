@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accumplug.core.window import Weight
+from accumplug.core.window import Weight, check_weight
 from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import ddp_modules, handled_parameters, in_order, mark_used
 
@@ -67,6 +67,15 @@ def _casts(parameter: nn.Parameter, dtype: torch.dtype | None) -> bool:
     if dtype is None:
         return grad_dtype(parameter) != parameter.dtype
     return parameter.dtype.itemsize < dtype.itemsize
+
+
+def _alike(grads: Iterable[Tensor]) -> dict[tuple[torch.device, bool, bool], list[Tensor]]:
+    """`grads` by device, by whether they are narrower than fp32, and whether they are sparse."""
+    groups: dict[tuple[torch.device, bool, bool], list[Tensor]] = {}
+    for grad in grads:
+        kind = (grad.device, grad.is_floating_point() and grad.itemsize < 4, grad.is_sparse)
+        groups.setdefault(kind, []).append(grad)
+    return groups
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> dict[int, nn.Parameter]:
@@ -241,13 +250,21 @@ class GradientBuffer:
         grads = [fsdp.local(p.grad) for p in self.parameters if p.grad is not None]
         for root in self.fsdp_roots(self._models):
             grads += fsdp.sums(root)
-        dense = [g for g in grads if not g.is_sparse]
         with torch.no_grad():
-            if dense:
-                torch._foreach_mul_(dense, factor)
-            for grad in grads:
-                if grad.is_sparse:
-                    grad.mul_(factor)
+            for (device, narrow, sparse), group in _alike(grads).items():
+                here = (
+                    factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
+                )
+                if narrow:
+                    # a factor is rounded to the dtype of what it multiplies: by foreach kernels on
+                    # the CPU (torch 2.13), and where it is a tensor, by all of them on CUDA
+                    for grad in group:
+                        grad.copy_(grad.float().mul_(here))
+                elif sparse:
+                    for grad in group:
+                        grad.mul_(here)
+                else:
+                    torch._foreach_mul_(group, here)
 
     def take(self) -> list[Tensor | None]:
         """Take the sum out of `.grad`, so that the next backward starts from nothing."""
@@ -269,6 +286,16 @@ class GradientBuffer:
         """Where the sum is; that of its first parameter."""
         first = next(iter(self.parameters), None)
         return torch.device("cpu") if first is None else first.device
+
+    def at_home(self, weight: Tensor) -> Weight:
+        """A tensor weight where the sum is, without a wait: it may come from another device.
+
+        One in host memory is read if the sum is elsewhere, as that is no wait for a device.
+        """
+        home = self.device
+        if weight.device.type == home.type:
+            return weight.to(home, non_blocking=True)
+        return check_weight(weight.item()) if weight.is_cpu else weight
 
     def norm(self) -> Tensor:
         """The 2-norm of what this rank has summed up, 0-dim."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from accumplug.core.gradients import GradientBuffer
 from accumplug.core.optimizer_step import total_norm
+from accumplug.core.result import read_together
 from accumplug.core.window import Weight, Window, is_number
 from accumplug.noise.scale import NoiseScale
 
@@ -43,11 +44,17 @@ class NoiseProbe:
         return [(self._small / scale) ** 2, 1.0 / self._weight, 1.0]
 
     def record(self, norm: Any, total: Weight, values: Any) -> None:
-        """The window became an update of gradient norm `norm`: take it in. Waits for the device."""
+        """The window became an update of gradient norm `norm`: take it in.
+
+        Waits for the device once, for what the step has not read.
+        """
         large = norm if self._large is None else self._large
-        small, inverse, ranks = (float(v) for v in values)
-        if large is not None and ranks:
-            self.noise.update(small / ranks, float(large) ** 2, ranks / inverse, float(total))
+        if large is None:
+            return
+        unread = [large, total, *values]
+        large, total, small, inverse, ranks = read_together(unread)
+        if ranks:
+            self.noise.update(small / ranks, large**2, ranks / inverse, total)
 
     def reset(self) -> None:
         """The window is over."""

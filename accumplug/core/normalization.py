@@ -50,7 +50,7 @@ class Normalizer:
         """Of the last window that was closed, over all ranks."""
         self.mean: Weight | None = None
         """Of one micro-batch in that window."""
-        self.micro_batches: Weight = 0.0
+        self.micro_batches = 0.0
         """Of all ranks in that window."""
         self._group = ranks
         self._gradients = gradients
@@ -64,7 +64,9 @@ class Normalizer:
             if window.reference is None:
                 # Partial sums are averaged over the ranks, so all of them need the same one.
                 if self.mean is None:
-                    self.mean = _ratio(*self._group.sum([weight, 1.0]))
+                    device = self._gradients.device
+                    total, (count,) = self._group.agree(weight, [1.0], device)
+                    self.mean = _ratio(total, count)
                 window.reference = self.mean
         elif isinstance(weight, float):
             if not isinstance(window.reference, float) or weight != window.reference:
@@ -72,7 +74,7 @@ class Normalizer:
         else:
             self._refer_unread(window, weight)
 
-    def rescale(self, window: Window, total: Weight, micro_batches: Weight) -> bool:
+    def rescale(self, window: Window, total: Weight, micro_batches: float) -> bool:
         """The `total` weight of all ranks is known: rescale the sum; say whether it is nothing."""
         self.total, self.mean = total, _ratio(total, micro_batches)
         self.micro_batches = micro_batches
@@ -105,7 +107,7 @@ class Normalizer:
             self._gradients.scale(1.0 / power)
 
 
-def _ratio(total: Weight, count: Weight) -> Weight:
+def _ratio(total: Weight, count: float) -> Weight:
     """Mean weight; 1 if there is none."""
     if isinstance(total, float):
         return total / count if total > 0 else 1.0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accumplug.core.result import read_together
 from accumplug.errors import MovedError, NonFiniteError
 from accumplug.parallel.fsdp import local, whole
 
@@ -27,8 +28,12 @@ class Outcome:
 
     stepped: bool
     """Whether an optimizer has stepped."""
-    grad_norm: Tensor
-    """Total norm before clipping, 0-dim."""
+    grad_norm: float
+    """Total norm before clipping."""
+    total: float
+    """Weight of the window."""
+    read: list[float]
+    """The values that were to be read with the others."""
 
 
 def take_update(
@@ -38,13 +43,14 @@ def take_update(
     scaler: Any,
     max_grad_norm: float | None,
     nonfinite: str,
-    total: Tensor | None = None,
+    total: float | Tensor = 1.0,
     before_step: Callable[[], None] = lambda: None,
+    unread: Sequence[float | Tensor] = (),
 ) -> Outcome:
     """Turn the gradients of `parameters` into an update, unless they are not finite.
 
-    The host waits for the device once: for the norm, the scaler's flags and the window's `total`
-    weight (if the host does not know it) together. With a total of 0 there is no update. With a
+    The host waits for the device once: for the norm, the scaler's flags, the window's `total`
+    weight and what is `unread` together. With a total of 0 there is no update. With a
     scaler its own rule holds: an optimizer with an inf or NaN among its gradients does not step,
     and the scale backs off once. A scheduler ticks when its optimizer has stepped. `before_step`
     runs on the clipped gradient.
@@ -64,16 +70,17 @@ def take_update(
         if has_gradients(optimizer):
             scaler.unscale_(optimizer)
     norm = total_norm(graded)
-    if scaler is None and total is None:
-        value, known_total, values = norm.item(), 1.0, [0.0 for _ in optimizers]
-    else:
-        value, known_total, *values = _read(norm, total, scaler, optimizers)
-        if not 0 <= known_total < math.inf:
-            raise ValueError(
-                f"the weights of the window sum up to {known_total}; a weight is how many items a "
-                f"micro-batch's loss is a mean over: finite, and 0 or more"
-            )
-    bad = [bool(flag) or known_total == 0 for flag in values]
+    flags = [_found_inf(scaler, optimizer, norm) for optimizer in optimizers if scaler is not None]
+    value, known_total, *values = read_together([norm, total, *flags, *unread])
+    flag_values, read = values[: len(flags)], values[len(flags) :]
+    if not 0 <= known_total < math.inf:
+        raise ValueError(
+            f"the weights of the window sum up to {known_total}; a weight is how many items a "
+            f"micro-batch's loss is a mean over: finite, and 0 or more"
+        )
+    if scaler is None:
+        flag_values = [0.0 for _ in optimizers]
+    bad = [bool(flag) or known_total == 0 for flag in flag_values]
     finite = math.isfinite(value) and not any(bad)
     if not finite and known_total != 0 and nonfinite == "raise":
         if scaler is not None:
@@ -88,18 +95,7 @@ def take_update(
     for scheduler in schedulers:
         if stepped.get(id(getattr(scheduler, "optimizer", None)), any(stepped.values())):
             scheduler.step()
-    return Outcome(any(stepped.values()), norm)
-
-
-def _read(
-    norm: Tensor, total: Tensor | None, scaler: Any, optimizers: Sequence[Optimizer]
-) -> list[float]:
-    """The norm, the total weight and the scaler's flag of each optimizer, in one wait."""
-    flags = [_found_inf(scaler, optimizer, norm) for optimizer in optimizers]
-    weight = torch.ones((), device=norm.device) if total is None else total
-    wide = torch.float32 if norm.device.type == "mps" else torch.float64
-    read = torch.stack([v.detach().to(norm.device, wide) for v in (norm, weight, *flags)])
-    return [float(v) for v in read.tolist()]
+    return Outcome(any(stepped.values()), value, known_total, read)
 
 
 def _step(optimizers: Sequence[Optimizer], bad: Sequence[bool], scaler: Any) -> dict[int, bool]:

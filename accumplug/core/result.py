@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,24 +43,26 @@ class ClosedWindow:
 
     index: int
     micro_batches: int
-    weight: Any
-    loss_sum: Any
-    grad_norm: Any
+    weight: float | Tensor
+    loss_sum: float | Tensor
+    grad_norm: float | Tensor | None
     stepped: bool
-    scale: Any
+    scale: float | Tensor
     seconds: float
 
     def read(self) -> WindowResult:
         """Wait for the values."""
-        weight, loss = float(self.weight), float(self.loss_sum)
+        norm = 0.0 if self.grad_norm is None else self.grad_norm
+        values = [self.weight, self.loss_sum, norm, self.scale]
+        weight, loss, known_norm, scale = read_together(values)
         return WindowResult(
             index=self.index,
             micro_batches=self.micro_batches,
             weight=weight,
             loss=loss / weight if weight else float("nan"),
-            grad_norm=None if self.grad_norm is None else float(self.grad_norm),
+            grad_norm=None if self.grad_norm is None else known_norm,
             stepped=self.stepped,
-            scale=float(self.scale),
+            scale=scale,
             seconds=self.seconds,
         )
 
@@ -76,15 +78,30 @@ class LossSum:
         value = loss.detach() if loss.ndim == 0 else loss.detach().reshape(())
         if self.value is None:
             self.value = zero(value.device)
+        elif self.value.device != value.device:  # resumed, or a loss of another part of the model
+            self.value = self.value.to(value.device, non_blocking=True)
         if reduction == "sum":
             self.value += value
         elif isinstance(weight, float):
             self.value.add_(value, alpha=weight)
         else:
-            self.value += value * weight
+            self.value += value * weight.to(value.device, non_blocking=True)
 
 
 def zero(device: torch.device) -> Tensor:
     """A 0-dim zero to sum up in."""
     wide = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros((), dtype=wide, device=device)
+
+
+def read_together(values: Sequence[float | Tensor]) -> list[float]:
+    """Read 0-dim tensors in one wait for their device; numbers are as they were."""
+    unread = [value.detach() for value in values if isinstance(value, Tensor)]
+    if len(unread) > 1:
+        device = next((v.device for v in unread if not v.is_cpu), unread[0].device)
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        known = torch.stack([v.to(device, wide, non_blocking=True) for v in unread]).tolist()
+    else:
+        known = [float(value.item()) for value in unread]
+    read = iter(known)
+    return [next(read) if isinstance(value, Tensor) else float(value) for value in values]

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import TypeVar
 
+from torch import Tensor
+
+from accumplug.core.gradients import GradientBuffer
 from accumplug.core.host import Host
 from accumplug.core.normalization import WindowPlan
 from accumplug.core.options import Options
@@ -65,6 +68,7 @@ class DataPass:
         host: who takes the step.
         registry: the Accumulators of this process.
         knows_models: whether this rank knows the modules that other ranks reduce.
+        gradients: the running sum, where weights belong.
         join: runs a block of the kind that it is given, for a rank that has no data.
         end_pass: the data of all ranks have ended.
     """
@@ -77,6 +81,7 @@ class DataPass:
         host: Host,
         registry: Registry,
         knows_models: Callable[[], bool],
+        gradients: GradientBuffer,
         join: Callable[[BlockKind], None],
         end_pass: Callable[[], None],
     ) -> None:
@@ -87,6 +92,7 @@ class DataPass:
         self._host = host
         self._registry = registry
         self._knows_models = knows_models
+        self._gradients = gradients
         self._join = join
         self._end_pass = end_pass
 
@@ -245,13 +251,14 @@ class DataPass:
         """Ranks tell each other what they will run in the next window; whether there is one."""
         steps = self._state.next_steps()
         weights = [check_weight(weigh(item)) for item in window]
+        weights = [self._gradients.at_home(w) if isinstance(w, Tensor) else w for w in weights]
         self._pause(SyncPoint.FULL)
         places = [float(i < len(window)) for i in range(steps)] if data_pass.in_step else []
         full = float(len(window) == steps)
         total: Weight = sum(weights, 0.0)
-        told: list[Weight] = [total, float(len(window)), float(bool(window)), full, *places]
-        total, *counts = self._group.sum(told)
-        count, data_pass.alive, full, *taken = map(float, counts)
+        numbers = [float(len(window)), float(bool(window)), full, *places]
+        total, sums = self._group.agree(total, numbers, self._gradients.device)
+        count, data_pass.alive, full, *taken = sums
         if count == 0 or (full == 0 and self._tail == "drop"):
             return False
         # under sync="every" each micro-batch is reduced: who has fewer stands in with weight 0
@@ -307,16 +314,15 @@ class DataPass:
             data_pass.begins = False
         if self._group.size > 1:
             lost = not (has_data or self._knows_models())
-            alive, unknowing = self._group.sum([float(has_data), float(lost)])
-            data_pass.alive, data_pass.by_hand = float(alive), float(unknowing) > 0
+            data_pass.alive, unknowing = self._group.sum([float(has_data), float(lost)])
+            data_pass.by_hand = unknowing > 0
 
     def _step(self, has_item: float, more: bool) -> bool:
         """Under sync="every", before each micro-batch; return whether no rank has more."""
         data_pass = self._state.data_pass
         assert data_pass is not None
-        alive, others = self._group.sum([has_item, float(more)])
-        data_pass.alive = float(alive)
-        return float(others) == 0
+        data_pass.alive, others = self._group.sum([has_item, float(more)])
+        return others == 0
 
     def _at_the_end(self, data_pass: DataPassState) -> None:
         """The loop has asked for an item after the last one."""

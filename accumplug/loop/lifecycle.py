@@ -58,7 +58,15 @@ class Lifecycle:
         self.rendezvous = Rendezvous(group, gradients, self.normalizer, options, host, registry)
         self.stepper = Stepper(state, gradients, options, scaler, host, registry)
         self.data_pass = DataPass(
-            state, group, options, host, registry, models.are_known, self.join, self._end_pass
+            state,
+            group,
+            options,
+            host,
+            registry,
+            models.are_known,
+            gradients,
+            self.join,
+            self._end_pass,
         )
         self.noise_probe: NoiseProbe | None = None
         self.before_block: list[Callable[[], None]] = []
@@ -194,6 +202,8 @@ class Lifecycle:
         if first and block.index == 0:
             self._refuse_unstepped()
         block.backwards += 1
+        if isinstance(block.weight, Tensor):
+            block.weight = self.gradients.at_home(block.weight)
         nothing = block.adds_nothing
         if nothing and extra is None and not block.fsdp_roots:
             self._finish_empty(block, window)
@@ -381,27 +391,33 @@ class Lifecycle:
     def _close(self, block: BlockState, window: Window) -> None:
         """The window becomes an update, or is skipped."""
         state, stepper, probe = self.state, self.stepper, self.noise_probe
+        numbers = [stepper.overflows] if self._keeps else []
         told = self.host.step_values()
         noise = probe.values(stepper.scale) if probe is not None else []
-        loss = zero(self.gradients.device) if state.losses.value is None else state.losses.value
-        sums = self.group.sum([loss, stepper.overflows, *told, *noise])
+        home = self.gradients.device
+        loss = zero(home) if state.losses.value is None else state.losses.value
+        sums, (loss_sum, *noise) = self.group.sum_both([*numbers, *told], [loss, *noise], home)
         scale, total = stepper.scale, self.normalizer.total
-        norm, stepped = None, False
+        norm: float | Tensor | None = None
+        stepped = False
         if not block.empty and self._takes_step:
-            norm, stepped = stepper.step(window, total, self.registry.shares_scaler())
+            shared = self.registry.shares_scaler()
+            outcome = stepper.step(window, total, shared, noise)
+            norm, stepped = outcome.grad_norm, outcome.stepped
+            total, noise = outcome.total, outcome.read
         elif not block.empty:
-            values = sums[2 : 2 + len(told)]
+            values = sums[len(numbers) :]
             norm, stepped = stepper.observe_step(block, values, self.group.size)
         if self._keeps:
-            stepper.back_off(float(sums[1]))
+            stepper.back_off(sums[0])
         if probe is not None and stepped:
-            probe.record(norm, total, sums[-3:])
+            probe.record(norm, total, noise)
         state.result = None
         state.closed = ClosedWindow(
             index=state.windows,
             micro_batches=window.index,
             weight=total,
-            loss_sum=sums[0],
+            loss_sum=loss_sum,
             grad_norm=norm,
             stepped=stepped,
             scale=1.0 if scale is None else scale,

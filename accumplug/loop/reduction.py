@@ -190,7 +190,6 @@ class Reducer:
         """
         group = self._group
         marks = group.sum([float(p.grad is not None) for p in parameters])
-        marks = marks if isinstance(marks, list) else marks.tolist()
         used = [p for p, mark in zip(parameters, marks, strict=True) if mark]
         for bucket in _buckets(used):
             for parameter in bucket:

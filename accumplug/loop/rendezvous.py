@@ -7,7 +7,7 @@ from accumplug.core.host import Host
 from accumplug.core.normalization import Normalizer
 from accumplug.core.options import Options
 from accumplug.core.state import COUNTED, BlockKind, BlockState, LoopState, Phase
-from accumplug.core.window import Weight, Window
+from accumplug.core.window import Window
 from accumplug.loop.registry import Registry
 from accumplug.parallel.ddp import has_sparse_gradients
 from accumplug.parallel.group import DataParallelGroup
@@ -52,19 +52,19 @@ class Rendezvous:
         company = float(self._registry.ran_concurrently())
         elements = self._gradients.elements() if company else 0.0
         more = float(data_pass is not None and not data_pass.last)
-        told: list[Weight] = [window.total, count, more, closing, company, elements]
-        total, counts, alive, closers, companies, all_elements = self._group.sum(told)
-        if float(companies):
-            uneven = float(counts) != self._group.size * count
-            differ = float(companies) == self._group.size and (
-                float(all_elements) != self._group.size * elements
-            )
-            self._refuse_company(state, float(alive), uneven or differ)
+        numbers = [count, more, closing, company, elements]
+        total, sums = self._group.agree(window.total, numbers, self._gradients.device)
+        counts, alive, closers, companies, all_elements = sums
+        if companies:
+            uneven = counts != self._group.size * count
+            everywhere = companies == self._group.size
+            differ = everywhere and all_elements != self._group.size * elements
+            self._refuse_company(state, alive, uneven or differ)
         if data_pass is not None and not data_pass.in_step:
-            data_pass.alive = float(alive)
+            data_pass.alive = alive
         if block.kind not in COUNTED:
-            flushes = float(closers) > 0 or self._tail == "flush"
-            block.ends = flushes and float(counts) > 0
+            flushes = closers > 0 or self._tail == "flush"
+            block.ends = flushes and counts > 0
             if not block.ends:
                 return
             self._refuse_unstepped(block, window)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accumplug.core.gradients import GradientBuffer
 from accumplug.core.host import Host
-from accumplug.core.optimizer_step import scale_state, take_update, unscaled
+from accumplug.core.optimizer_step import Outcome, scale_state, take_update, unscaled
 from accumplug.core.options import Options, Scaler
 from accumplug.core.state import BlockState, LoopState
 from accumplug.core.window import Weight, Window
@@ -73,7 +73,10 @@ class Stepper:
             self.scale = self.scaler.scale(one)
             self._scaled_by = scale_state(self.scaler)
         wide = loss.dtype if loss.dtype is torch.float64 else torch.float32
-        scaled: Tensor = (one if self.scale is None else self.scale).to(wide) / divisor
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(loss.device, non_blocking=True)
+        scale = one if self.scale is None else self.scale.to(loss.device, non_blocking=True)
+        scaled: Tensor = scale.to(wide) / divisor
         return scaled.to(loss.dtype).reshape(loss.shape)
 
     def keep_if_finite(self, kept: list[Tensor | None], loss: Tensor) -> bool:
@@ -95,31 +98,32 @@ class Stepper:
         self._host.before_step(self._gradients.cast_down)
 
     def step(
-        self, window: Window, total: Weight, shared: bool
-    ) -> tuple[Tensor | float | None, bool]:
-        """Step the optimizers; return the norm of the gradient and whether one has stepped.
+        self, window: Window, total: Weight, shared: bool, unread: Sequence[float | Tensor]
+    ) -> Outcome:
+        """Step the optimizers; return what was read for it, with the one wait for the device.
 
         `shared`: the scaler is another Accumulator's, too, so its scale may have changed.
+        `unread`: values to read with the others.
         """
         self._follow_scale(shared)
         self._registry.stepping = True
         try:
-            outcome = take_update(
+            return take_update(
                 self._gradients.stepped_parameters,
                 self._options.optimizers,
                 self._options.schedulers,
                 self.scaler,
                 self._options.max_grad_norm,
                 self._options.nonfinite,
-                None if isinstance(total, float) else total,
+                total,
                 self._gradients.cast_down,
+                unread,
             )
         except NonFiniteError as error:
             window.torn = str(error)
             raise
         finally:
             self._registry.stepping = False
-        return outcome.grad_norm, outcome.stepped
 
     def observe_step(
         self, block: BlockState, values: Sequence[Tensor | float], ranks: int

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""For each process group that reduces on devices only: one of the same ranks over gloo."""
+
 
 class DataParallelGroup:
     """The data-parallel group: its size, and sums over it.
 
-    Without `torch.distributed` it is one rank, and a sum is what was given.
+    Without `torch.distributed` it is one rank, and a sum is what was given. Numbers that the host
+    knows are summed in host memory, so that no rank waits for its device: over the group itself if
+    it has a CPU backend ("cpu:gloo,cuda:nccl", gloo), else over a gloo group of the same ranks that
+    is made for it. Which of the two follows from the group alone.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -33,38 +41,112 @@ class DataParallelGroup:
             return dist.get_rank(self.group)
         return 0
 
-    def sum(self, values: Sequence[float | Tensor]) -> list[float] | list[Tensor]:
-        """Sum each of `values` (numbers, or 0-dim tensors on one device) over the ranks.
-
-        Returns floats if that costs no wait for a device; else 0-dim tensors of float64 (float32
-        where the device has no float64). One rank gets back what it gave.
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Sum each of `numbers` over the ranks, in host memory. One rank gets back what it gave.
 
         Raises:
             RuntimeError: another rank has ended, or has not come within the group's timeout.
         """
         if self.size == 1:
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._reduce(sums, _host_group(self.group))
+        result: list[float] = sums.tolist()
+        return result
+
+    def sum_tensors(
+        self, values: Sequence[float | Tensor], device: torch.device
+    ) -> list[float] | list[Tensor]:
+        """Sum each of `values` (numbers, or 0-dim tensors) over the ranks, on `device`.
+
+        All ranks have to give the same kind of `device`: that of their model. The sums are 0-dim
+        tensors that nobody has waited for; numbers if `device` is the CPU and all values are.
+        """
+        if self.size == 1:
             return list(values)  # type: ignore[return-value]  # a list of either, as given
-        device = next((v.device for v in values if isinstance(v, Tensor)), None)
-        on_device = device is not None
-        device = device or self._device()
+        device = self._reducible(device)
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        if on_device:
-            sums = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for v in values])
-        else:
-            sums = torch.tensor(values, dtype=dtype, device=device)
+        # no torch.tensor(number, device=device): that is a copy that the host waits for
+        whole = [
+            value.detach().to(device, dtype, non_blocking=True)
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=dtype, device=device)
+            for value in values
+        ]
+        sums = torch.stack(whole)
+        self._reduce(sums, self.group)
+        return list(sums.unbind())
+
+    def agree(
+        self, weight: float | Tensor, numbers: Sequence[float], device: torch.device
+    ) -> tuple[float | Tensor, list[float]]:
+        """Sum a weight and `numbers` over the ranks; the weight on `device` if any rank's is there.
+
+        All of them learn in host memory whether it is, so that none reduces where others do not.
+        """
+        if self.size == 1:
+            return weight, list(numbers)
+        if isinstance(weight, Tensor) and self._reducible(device).type == "cpu":
+            weight = float(weight)  # nobody waits for it
+        unread = isinstance(weight, Tensor)
+        known = 0.0 if isinstance(weight, Tensor) else weight
+        total, ranks_unread, *sums = self.sum([known, float(unread), *numbers])
+        if ranks_unread:
+            return self.sum_tensors([weight], device)[0], sums
+        return total, sums
+
+    def sum_both(
+        self, numbers: Sequence[float], values: Sequence[float | Tensor], device: torch.device
+    ) -> tuple[list[float], list[float] | list[Tensor]]:
+        """`sum` of `numbers`, `sum_tensors` of `values`; one reduction if `device` is the CPU."""
+        if not numbers:
+            return [], self.sum_tensors(values, device)
+        if self._reducible(device).type != "cpu":
+            return self.sum(numbers), self.sum_tensors(values, device)
+        sums = self.sum_tensors([*numbers, *values], device)
+        return [float(s) for s in sums[: len(numbers)]], sums[len(numbers) :]
+
+    def _reducible(self, device: torch.device) -> torch.device:
+        """`device` if the group can reduce there, else where it can (models in host memory)."""
+        if self.size == 1 or device.type in dist.get_backend_config(self.group):
+            return device
+        accelerator = torch.accelerator.current_accelerator()
+        if device.type != "cpu" or accelerator is None:
+            return device
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    def _reduce(self, sums: Tensor, group: Any) -> None:
         try:
-            dist.all_reduce(sums, group=self.group)
+            dist.all_reduce(sums, group=group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} of {self.size} waited for the other ranks to close a window, "
                 f"and one of them has ended or did not come within the group's timeout. Ranks may "
                 f"differ in micro-batches (with accum.batches), but not in windows: {error}"
             ) from error
-        return list(sums.unbind()) if on_device or device.type != "cpu" else sums.tolist()
 
-    def _device(self) -> torch.device:
-        """A device that the group's backend can reduce on, the CPU if it can."""
-        if "cpu" in dist.get_backend_config(self.group):
-            return torch.device("cpu")
-        accelerator = torch.accelerator.current_accelerator()
-        return torch.device("cpu") if accelerator is None else accelerator
+
+def _host_group(group: Any) -> Any:
+    """A group of the ranks of `group` that reduces in host memory; all of them have to be here."""
+    if "cpu" in dist.get_backend_config(group):
+        return group
+    key = dist.group.WORLD if group is None else group
+    if key not in _host_groups:
+        _host_groups[key] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=_timeout(key),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return _host_groups[key]
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """How long `group` waits for a rank; None if it does not say."""
+    # torch 2.13: there is no public name for it
+    try:
+        options = group._get_backend(torch.device("cuda")).options
+    except (AttributeError, RuntimeError):
+        return None
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

@@ -35,11 +35,3 @@ def gpus(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ra
     ranks = Ranks(tmp_path_factory.mktemp("gpus"), serve)
     yield ranks
     ranks.stop()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Faults that are known, each to be taken out of the list by what mends it."""
-    known = Path(__file__).with_name("known_faults.txt").read_text().splitlines()
-    for item in items:
-        if item.nodeid.split("/")[-1] in known:
-            item.add_marker(pytest.mark.xfail(strict=True, reason="known fault on CUDA"))

@@ -37,7 +37,7 @@ def counts(gpus: Ranks, name: str, case: Case) -> dict[str, tuple[int, int]]:
         for batches in (False, True):
             each = dataclasses.replace(case, weights=weights, batches=batches)
             reports = gpus.run(world, train, each, backend=backend)
-            most = max(report.most() for report in reports)
+            most = max(report.most(case.steps) for report in reports)
             found[f"{weights}, batches" if batches else weights] = most
             bound = 1e-12 if case.dtype is torch.float64 else 3e-2  # a few bits of bf16
             assert max(e for r in reports for e in r.errors) < bound
@@ -56,6 +56,8 @@ def test_accum_waits_once_at_a_close_and_nowhere_else(
     gpus: Ranks, name: str, extra: str, sync: str
 ) -> None:
     """For the norm, the scaler's flags and the total weight together."""
+    if extra == "noise scale" and sync == "every":
+        pytest.skip("the noise scale is refused there")
     options = {"sync": sync, **EXTRAS[extra].get("options", {})}
     case = Case(**{**EXTRAS[extra], "options": options})
     assert counts(gpus, name, case) == everywhere(0, 1)

@@ -58,10 +58,13 @@ class Report:
     weight: float = 0.0
     """Of the last window."""
 
-    def most(self) -> tuple[int, int]:
-        """The most waits of a micro-batch that does not close, and of one that does, apart from
-        the first window."""
-        return max(map(len, self.inner), default=0), max(map(len, self.closes), default=0)
+    def most(self, steps: int) -> tuple[int, int]:
+        """The most waits of a micro-batch that does not close, and of one that does.
+
+        Not in the first window of `steps`: there DistributedDataParallel rebuilds its buckets.
+        """
+        inner, closes = self.inner[steps - 1 :], self.closes[1:]
+        return max(map(len, inner), default=0), max(map(len, closes), default=0)
 
 
 def network(dtype: torch.dtype) -> nn.Module:
