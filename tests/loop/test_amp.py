@@ -16,7 +16,7 @@ from accumplug import Accumulator, NonFiniteError, TornWindowError
 
 
 def scaler_of(scale=1024.0, **options):
-    return GradScaler("cpu", init_scale=scale, **options)
+    return GradScaler(torch.get_default_device().type, init_scale=scale, **options)
 
 
 def one(start=1.0):
@@ -31,7 +31,7 @@ def run(accum, model, slope, weight=1):
 
 
 def autocast_loss(model, batch):
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast(torch.get_default_device().type, torch.float16):
         out = model(batch[0])
         assert out.dtype == torch.float16
         return nn.functional.mse_loss(out, batch[1])
@@ -87,7 +87,7 @@ def test_a_loss_that_is_itself_fp16_has_the_bits_of_the_textbook():
     scaler, reference = scaler_of(), scaler_of()
 
     def loss(model, batch):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(torch.get_default_device().type, torch.float16):
             out = model(batch[0]).pow(2).mean().reshape(1)
         assert out.dtype == torch.float16
         return out
@@ -128,7 +128,7 @@ def test_bf16_autocast_needs_no_scaler():
     batches = data([4] * 6, torch.float32)
 
     def loss(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return nn.functional.mse_loss(model(batch[0]), batch[1].bfloat16())
 
     accum = Accumulator(3, optimizer=SGD(ours.parameters(), 0.01))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +12,20 @@ from .harness import Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Processes to run ranks on; started by the first test that needs them."""
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Ranks]:
+    """Processes to run ranks on; started by the first test that needs them.
+
+    With `--device cuda` each has a simulated device of its own.
+    """
+    places = tmp_path_factory.mktemp("ranks")
+    if request.config.getoption("device") == "cpu":
+        ranks = Ranks(places)
+    else:
+        from simulated_cuda.processes import DeviceRanks
+
+        ranks = DeviceRanks(places, os.environ["SIMULATED_CUDA"])
     yield ranks
     ranks.stop()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 from ranks.harness import Ranks
 
-from simulated_cuda import build, worker
+from simulated_cuda import build
+from simulated_cuda.processes import Gpus
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def gpus(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Processes with simulated devices; started by the first test that needs them."""
-    serve = functools.partial(worker.serve, library=str(library))
-    ranks = Ranks(tmp_path_factory.mktemp("gpus"), serve)
+    ranks = Gpus(tmp_path_factory.mktemp("gpus"), str(library))
     yield ranks
     ranks.stop()

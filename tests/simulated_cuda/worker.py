@@ -1,8 +1,13 @@
-"""What a process with simulated devices does: as the ranks of tests/ranks, with these groups."""
+"""What a process with simulated devices does: as the ranks of tests/ranks, with these groups.
+
+torch is imported by no line at the top: the devices come first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 from simulated_cuda import device
 
@@ -15,3 +20,18 @@ def serve(pipe: Connection, port: int, library: str) -> None:
     from simulated_cuda import group  # noqa: F401  registers the groups
 
     harness.serve(pipe, port)
+
+
+def on_own_device(rank: int, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a rank's function with its device as torch's default; what it returns is moved back."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+    try:
+        result = function(rank, *args, **options)
+        with device.silence():
+            return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
+    finally:
+        torch.set_default_device(None)
