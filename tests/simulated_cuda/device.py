@@ -246,5 +246,14 @@ def load(library: str) -> None:
     torch.get_device_module = lambda device=None: (
         torch.cuda if device is None or torch.device(device).type == "cuda" else torch.cpu
     )
+    deepcopy = torch.Tensor.__deepcopy__
+
+    def copy_on_device(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """torch copies a storage, and knows none of the device in a CPU build."""
+        if tensor.device.type != "cuda" or isinstance(tensor, torch.nn.Parameter):
+            return deepcopy(tensor, memo)  # type: ignore[no-any-return]
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    torch.Tensor.__deepcopy__ = copy_on_device
     torch.amp.grad_scaler.amp_definitely_not_available = lambda: False
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
