@@ -12,6 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import accelerate
+from accelerate.utils import fsdp_utils
+
 from accumplug.errors import CheckpointError
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.parallel import fsdp
@@ -51,11 +54,26 @@ def _models(own: Lifecycle) -> list[Any]:
     return own.models.known() or own.host.models()
 
 
+def refuse_lossy_saves() -> None:
+    """Raise RuntimeError if this Accelerate saves a sharded model without its optimizer's state.
+
+    Before 1.13 it takes `optimizer.state_dict()`, of which `load_state` restores nothing.
+    """
+    if "get_optimizer_state_dict" not in fsdp_utils.save_fsdp_optimizer.__code__.co_names:
+        raise RuntimeError(
+            f"save_state of Accelerate {accelerate.__version__} loses the optimizer's state of a "
+            f"fully_shard model. Use Accelerate 1.13 or later, or accumplug's Checkpointer"
+        )
+
+
 def save_window(own: Lifecycle, directory: Path, number: int) -> None:
     """Write this rank's window; RuntimeError or TornWindowError where it can't be gone on from."""
     text, tensors = _paths(own, directory, number)
     models = _models(own)
-    if own.state.updates == 0 and any(fsdp.roots(model) for model in models):
+    sharded = any(fsdp.roots(model) for model in models)
+    if sharded:
+        refuse_lossy_saves()
+    if own.state.updates == 0 and sharded:
         # accelerate 1.15 asks torch for the state, which takes a step to have one
         warnings.warn(
             "before the first update Accelerate can't save a sharded model's optimizer: inside "

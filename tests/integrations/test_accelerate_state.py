@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import fsdp_utils
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from accumplug import Accumulator
+from accumplug.integrations.accelerate_state import refuse_lossy_saves
 
 RUN = """
 import sys, torch
@@ -71,3 +74,19 @@ def test_a_checkpoint_without_a_window_still_loads(tmp_path: Path) -> None:
     accelerator.load_state(str(tmp_path))
     assert accum.pending == 0
     assert model.weight.grad is None
+
+
+def test_a_save_that_loses_the_optimizer_of_a_sharded_model_is_refused(monkeypatch):
+    """As by Accelerate 1.12 and before; known by what its function asks torch for."""
+
+    def asks_torch():
+        return get_optimizer_state_dict
+
+    def asks_the_optimizer(optimizer):
+        return optimizer.state_dict()
+
+    monkeypatch.setattr(fsdp_utils, "save_fsdp_optimizer", asks_torch)
+    refuse_lossy_saves()
+    monkeypatch.setattr(fsdp_utils, "save_fsdp_optimizer", asks_the_optimizer)
+    with pytest.raises(RuntimeError, match="loses the optimizer's state .* Accelerate 1.13"):
+        refuse_lossy_saves()
