@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
@@ -93,10 +93,10 @@ class BlockState:
     backwards: int = 0
     reduced: bool = False
     """The last backward has reduced the gradient over the ranks."""
-    ddp_modules: list[DistributedDataParallel] = field(default_factory=list)
-    fsdp_roots: list[FSDPModule] = field(default_factory=list)
+    ddp_modules: Sequence[DistributedDataParallel] = ()
+    fsdp_roots: Sequence[FSDPModule] = ()
     """Every rank runs a forward and a backward of them."""
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: Sequence[Tensor] = ()
     """Of the fully_shard modules: where a backward that adds nothing begins."""
     others: OtherOwners = NOBODY
     deferred: ExitStack | None = None

@@ -341,7 +341,7 @@ class Lifecycle:
                 self._fail(block, error)
             block.phase = Phase.CLOSED
             block.models, block.deferred = (), None  # a loop keeps its last micro-batch
-            block.ddp_modules, block.fsdp_roots, block.outputs = [], [], []
+            block.ddp_modules = block.fsdp_roots = block.outputs = ()
 
     def _fail(self, block: BlockState, error: BaseException) -> None:
         """A block ended by an exception: its micro-batch does not count."""

@@ -105,7 +105,9 @@ class Reducer:
             if not reduces:
                 self._warn_deferral(root)
             if block.kind is REAL and self._group.size > 1:
-                deferred.enter_context(fsdp.recorded_outputs(root, block.outputs))
+                outputs: list[Tensor] = []
+                block.outputs = outputs
+                deferred.enter_context(fsdp.recorded_outputs(root, outputs))
         for ddp in block.ddp_modules:
             deferred.enter_context(ddp.no_sync() if not block.overlaps else buffers_once(ddp))
             if block.by_hand:
