@@ -156,6 +156,7 @@ class DataPass:
         self.finish_previous()
         data_pass = DataPassState(
             in_step=self._options.sync == "every" and self._group.size > 1,
+            alive=float(self._group.size),
             others=self._registry.count_others(),
             weigh=weigh,
         )
@@ -198,7 +199,7 @@ class DataPass:
         """Ranks agree when a window closes (or in each block), and nowhere else."""
         state = self._state
         first = next(source, None)
-        if not data_pass.resumed:
+        if not (data_pass.resumed or data_pass.in_step):
             self._begin(data_pass, first is not None)
         window = state.window
         full = window is not None and not window.is_open and window.index == window.steps
@@ -231,16 +232,12 @@ class DataPass:
                 f"weigh= needs to see a window from its start, and {state.pending} micro-batches "
                 f"are pending; flush() or discard() first"
             )
-        begun = data_pass.resumed
         while True:
             if data_pass.resumed and data_pass.plan is not None:  # inside of a window
                 window = list(islice(source, data_pass.plan.left))
                 data_pass.resumed = False
             else:
                 window = list(islice(source, state.next_steps()))
-                if not begun:
-                    self._begin(data_pass, bool(window))
-                    begun = True
                 if not self._plan(data_pass, [item for item, _ in window], weigh):
                     return
             yield from self._run_plan(data_pass, data_pass.plans[-1], window)
@@ -256,9 +253,11 @@ class DataPass:
         places = [float(i < len(window)) for i in range(steps)] if data_pass.in_step else []
         full = float(len(window) == steps)
         total: Weight = sum(weights, 0.0)
-        numbers = [float(len(window)), float(bool(window)), full, *places]
+        lost = float(not window and not self._knows_models())
+        numbers = [float(len(window)), float(bool(window)), full, lost, *places]
         total, sums = self._group.agree(total, numbers, self._gradients.device)
-        count, data_pass.alive, full, *taken = sums
+        count, data_pass.alive, full, unknowing, *taken = sums
+        data_pass.by_hand = data_pass.by_hand or unknowing > 0
         if count == 0 or (full == 0 and self._tail == "drop"):
             return False
         # under sync="every" each micro-batch is reduced: who has fewer stands in with weight 0
@@ -308,10 +307,9 @@ class DataPass:
 
     def _begin(self, data_pass: DataPassState, has_data: bool) -> None:
         """At the start of a pass: how many ranks have data at all, and can reduce through DDP."""
-        if data_pass.weigh is None and not data_pass.in_step:
-            data_pass.alive, data_pass.begins = float(has_data), True
-            self._pause(SyncPoint.PASS)
-            data_pass.begins = False
+        data_pass.alive, data_pass.begins = float(has_data), True
+        self._pause(SyncPoint.PASS)
+        data_pass.begins = False
         if self._group.size > 1:
             lost = not (has_data or self._knows_models())
             data_pass.alive, unknowing = self._group.sum([float(has_data), float(lost)])
@@ -321,7 +319,9 @@ class DataPass:
         """Under sync="every", before each micro-batch; return whether no rank has more."""
         data_pass = self._state.data_pass
         assert data_pass is not None
-        data_pass.alive, others = self._group.sum([has_item, float(more)])
+        lost = float(not has_item and not self._knows_models())
+        data_pass.alive, others, unknowing = self._group.sum([has_item, float(more), lost])
+        data_pass.by_hand = data_pass.by_hand or unknowing > 0
         return others == 0
 
     def _at_the_end(self, data_pass: DataPassState) -> None:

@@ -101,24 +101,24 @@ class Lifecycle:
             self.registry.refuse_nested(block.models)
         if window is not None and self.options.accumulate_dtype is not None:
             self.gradients.cast_up(self.options.accumulate_dtype)  # a model that is new in it
-        absent = state.data_pass is not None and self.rendezvous.is_absent(state)
-        if absent:
-            self.rendezvous.refuse_absent()
         try:
             state.block = block
-            self._prepare(block, window or self._open_window(), absent)
+            self._prepare(block, window or self._open_window())
         except BaseException as error:
             self._end(block, error)
             raise
 
-    def _prepare(self, block: BlockState, window: Window, absent: bool) -> None:
+    def _prepare(self, block: BlockState, window: Window) -> None:
         block.index = window.index
         if block.kind is REAL:
             block.ends = self._ends(window, block)
         elif block.kind is BlockKind.PADDING:
             block.ends = self._is_full(window) or self._pads_tail()
-        if (data_pass := self.state.data_pass) is not None and data_pass.by_hand:
-            block.by_hand = True
+        absent = False
+        if (data_pass := self.state.data_pass) is not None:
+            block.by_hand = data_pass.by_hand
+            if absent := self.rendezvous.is_absent(self.state):
+                self.rendezvous.refuse_absent()
         self.reducer.enter(block, absent)
         server = self.models.inplace
         seen_by_ddp = block.ddp_modules and self.reducer.reduces(block)  # each gradient
@@ -457,18 +457,9 @@ class Lifecycle:
 
     # -- outside of the loop's blocks ------------------------------------------------------------
 
-    def run_empty(self, kind: BlockKind, by_hand: bool = False) -> BlockState:
-        """Run a block of `kind` that adds nothing; `by_hand` where a rank knows no modules."""
-        models = tuple(self.models.known())
-        if (data_pass := self.state.data_pass) is not None:
-            by_hand = by_hand or data_pass.by_hand
-        if not models and self.group.size > 1 and not by_hand:
-            raise RuntimeError(
-                "this rank has run no block yet, and does not know the modules that the other "
-                "ranks reduce; give them to the Accumulator: models=[...]"
-            )
-        block = BlockState(models, 0.0, kind)
-        block.by_hand = by_hand
+    def run_empty(self, kind: BlockKind) -> BlockState:
+        """Run a block of `kind` that adds nothing."""
+        block = BlockState(tuple(self.models.known()), 0.0, kind)
         self.enter(block)
         try:
             self.skip(block)
@@ -492,10 +483,7 @@ class Lifecycle:
                 f"flush after {state.pending} micro-batches of a window whose total weight weigh= "
                 f"has promised; finish the window, or discard() it"
             )
-        lost = self.group.size > 1 and float(
-            self.group.sum([float(not self.models.are_known())])[0]
-        )
-        block = self.run_empty(BlockKind.FLUSH, by_hand=bool(lost))
+        block = self.run_empty(BlockKind.FLUSH)
         return block.ends and not block.empty
 
     def discard(self) -> None:

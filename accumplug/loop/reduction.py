@@ -24,6 +24,7 @@ from accumplug.parallel.ddp import (
     before_forward,
     buffers_once,
     check_reduced,
+    forget_marks,
     others_unsynced,
     rebuild_buckets,
     reduce_now,
@@ -159,6 +160,9 @@ class Reducer:
             return False
         if block.by_hand:
             self._reduce_by_hand(self._gradients.reducible)
+            for ddp in block.ddp_modules:  # its marks of used parameters are of this window
+                forget_marks(ddp)
+                ddp.require_forward_param_sync = True
             return True
         unwrapped = self._gradients.unwrapped() if self._group.size > 1 else []
         if not (block.ddp_modules or block.fsdp_roots or unwrapped):

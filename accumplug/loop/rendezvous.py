@@ -52,9 +52,12 @@ class Rendezvous:
         company = float(self._registry.ran_concurrently())
         elements = self._gradients.elements() if company else 0.0
         more = float(data_pass is not None and not data_pass.last)
-        numbers = [count, more, closing, company, elements]
+        lost = float(not (block.by_hand or self._gradients.models))
+        numbers = [count, more, closing, company, elements, lost]
         total, sums = self._group.agree(window.total, numbers, self._gradients.device)
-        counts, alive, closers, companies, all_elements = sums
+        counts, alive, closers, companies, all_elements, unknowing = sums
+        if unknowing and self._group.size > 1:
+            self._reduce_by_hand(block, closers)
         if companies:
             uneven = counts != self._group.size * count
             everywhere = companies == self._group.size
@@ -94,6 +97,15 @@ class Rendezvous:
                 f"{_ENDED}; without optimizer= or accelerator= accum can't take their steps. Give "
                 f"one, or even out the data"
             )
+
+    def _reduce_by_hand(self, block: BlockState, closers: float) -> None:
+        """A rank has run no block yet, and knows no DDP module: no rank can reduce through DDP."""
+        if closers and block.kind is not BlockKind.FLUSH:  # the others' reducers run already
+            raise RuntimeError(
+                "a rank has run no block yet, and does not know the modules that the other ranks "
+                "reduce; give them to the Accumulator: models=[...]"
+            )
+        block.by_hand = True
 
     def _refuse_company(self, state: LoopState, alive: float, uneven: bool) -> None:
         """Another Accumulator runs in this pass, whose windows a rank without data can't join.

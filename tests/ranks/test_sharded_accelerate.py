@@ -224,6 +224,8 @@ def refused(rank: int) -> None:
             for item in accum.batches(data):
                 with accum(model):
                     accelerator.backward(loss(model, item))
+                    optimizer.step()
+                    optimizer.zero_grad()
         accum.discard()
         with pytest.raises(Exception, match="do not support `clip_grad_value_`"), accum(model):
             accelerator.backward(loss(model, data[0]))
