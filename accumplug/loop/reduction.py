@@ -100,14 +100,14 @@ class Reducer:
         if unseen:
             deferred.enter_context(others_unsynced(block.ddp_modules))
         reduces = self.reduces(block)
+        outputs: list[Tensor] = []  # of all roots, see zeros_from
+        block.outputs = outputs
         for root in block.fsdp_roots:
             fsdp.defer(root, not reduces)
             deferred.callback(fsdp.defer, root, False)
             if not reduces:
                 self._warn_deferral(root)
             if block.kind is REAL and self._group.size > 1:
-                outputs: list[Tensor] = []
-                block.outputs = outputs
                 deferred.enter_context(fsdp.recorded_outputs(root, outputs))
         for ddp in block.ddp_modules:
             deferred.enter_context(ddp.no_sync() if not block.overlaps else buffers_once(ddp))
