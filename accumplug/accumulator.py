@@ -133,7 +133,9 @@ class Accumulator:
         host = Host(bool(options.optimizers))
         if accelerator is not None:
             from accumplug.integrations.accelerate import AccelerateHost
+            from accumplug.integrations.accelerate_state import refuse_late, register_hooks
 
+            refuse_late(accelerator)
             host = AccelerateHost(accelerator, self.backward, options, state.steps)
             scaler = accelerator.scaler if scaler is None else scaler
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -142,8 +144,6 @@ class Accumulator:
         known = Models(gradients, group, options, host, inplace, models)
         self.parts = Lifecycle(state, options, group, host, gradients, known, scaler)
         if accelerator is not None:
-            from accumplug.integrations.accelerate_state import register_hooks
-
             register_hooks(self.parts, accelerator)
 
     def __repr__(self) -> str:

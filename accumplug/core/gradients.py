@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 
 from accumplug.core.window import Weight, check_weight
 from accumplug.parallel import fsdp
-from accumplug.parallel.ddp import ddp_modules, handled_parameters, in_order, mark_used
+from accumplug.parallel.ddp import (
+    ddp_modules,
+    handled_parameters,
+    in_order,
+    leave_buffers,
+    mark_used,
+)
 
 
 def unwrapped_name(name: str) -> str:
@@ -236,12 +242,19 @@ class GradientBuffer:
         for root in fsdp.roots(model):
             names = {id(p): n for n, p in parameters.items()}
             fsdp.restore(root, names, sums)
-        for name, parameter in parameters.items():
-            grad = sums.get(name)
-            part = None if grad is None else grad.to(parameter.device)
-            assign(parameter, None if part is None else fsdp.like(part, parameter))
-        self._restored = {id(parameters[n.split("#")[0]]) for n in sums}
+        for name, grad in sums.items():
+            if (parameter := parameters.get(name)) is not None:
+                assign(parameter, fsdp.like(grad.to(parameter.device), parameter))
+        self._restored |= {id(parameters[n.split("#")[0]]) for n in sums}
         self.watch()
+
+    def resume(self, model: nn.Module) -> None:
+        """`model` is new in a window that another process began: it was not known by then."""
+        for ddp in ddp_modules(model):
+            used = [p for p in ddp.parameters() if id(p) in self._restored]
+            mark_used(ddp, used)
+            if used:
+                leave_buffers(ddp)
 
     def scale(self, factor: Weight) -> None:
         """Multiply what has been summed up by `factor`, a number or a 0-dim tensor."""
@@ -363,7 +376,7 @@ class GradientBuffer:
 
     def unwatch(self) -> None:
         """Let go of what `mark` remembered: the window is closed."""
-        self._seen = []
+        self._seen, self._restored = [], set()
 
     def watch(self) -> None:
         """Remember the sum as it is, by some of its tensors: one of each part of a model."""

@@ -97,6 +97,8 @@ class AccelerateHost(Host):
         """
         closes = block.ends
         self._finish = finish
+        if self.accelerator.step < 0:  # a mark of accelerate_state
+            self.accelerator.step = self._step_seen or 0
         if self._step_seen is not None and self.accelerator.step != self._step_seen:
             raise RuntimeError(
                 f"accelerator.accumulate was used beside accum (accelerator.step went from "

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import accelerate
 from accelerate.utils import fsdp_utils
 
+from accumplug.core.gradients import named, unwrapped_name
 from accumplug.errors import CheckpointError
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.parallel import fsdp
@@ -28,15 +32,28 @@ from accumplug.storage.safetensors_io import read_tensors, write_tensors
 def register_hooks(own: Lifecycle, accelerator: Any) -> None:
     """Let `save_state` and `load_state` of `accelerator` take the open window along."""
     this = weakref.ref(own)
-    number = len(accelerator._save_model_state_pre_hook)  # one file for each Accumulator
+    number = next(n for n in count() if n not in _numbers(accelerator))
 
     def save(models: Any, weights: Any, directory: Any) -> None:
         if (one := this()) is not None:
+            for stale in _unclaimed(one, Path(directory), accelerator):  # of an earlier save
+                stale.unlink()
             save_window(one, Path(directory), number)
+            if one.state.pending:  # this comes back with load_state, see refuse_late
+                accelerator.step = -one.state.pending
 
     def load(models: Any, directory: Any) -> None:
         if (one := this()) is not None:
             load_window(one, Path(directory), number)
+            for path in _unclaimed(one, Path(directory), accelerator):
+                if parse_json(path.read_bytes(), path).get("pending"):
+                    raise RuntimeError(
+                        f"{path} holds the open window of an Accumulator that this run has not "
+                        f"made; make all of them before load_state, in the order of the run that "
+                        f"saved"
+                    )
+
+    save.accumplug_number = number  # type: ignore[attr-defined]
 
     for handle in (
         accelerator.register_save_state_pre_hook(save),
@@ -45,13 +62,57 @@ def register_hooks(own: Lifecycle, accelerator: Any) -> None:
         weakref.finalize(own, handle.remove)
 
 
+def _numbers(accelerator: Any) -> set[int]:
+    """Of the Accumulators of `accelerator`: each has files of its own."""
+    hooks = accelerator._save_model_state_pre_hook.values()
+    return {h.accumplug_number for h in hooks if hasattr(h, "accumplug_number")}
+
+
+def refuse_late(accelerator: Any) -> None:
+    """Raise RuntimeError if load_state has brought back a window before there was an Accumulator.
+
+    `save_state` inside of a window leaves its size, negative, in Accelerate's own counter, which
+    nothing else makes negative; AccelerateHost sets it right in the next block.
+    """
+    if accelerator.step < 0:
+        raise RuntimeError(
+            f"load_state has brought back a run inside of a window, after {-accelerator.step} "
+            f"micro-batches, and there was no Accumulator to take its gradients. Make the "
+            f"Accumulator before accelerator.load_state"
+        )
+
+
+def _unclaimed(own: Lifecycle, directory: Path, accelerator: Any) -> list[Path]:
+    """Windows of this rank in `directory` that no Accumulator of `accelerator` has."""
+    found = sorted(directory.glob(f"accumplug-*-rank-{own.group.rank}.json"))
+    numbers = _numbers(accelerator)
+    return [path for path in found if int(path.name.split("-")[1]) not in numbers]
+
+
 def _paths(own: Lifecycle, directory: Path, number: int) -> tuple[Path, Path]:
     stem = directory / f"accumplug-{number}-rank-{own.group.rank}"
     return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
 
 
-def _models(own: Lifecycle) -> list[Any]:
-    return own.models.known() or own.host.models()
+def _sums(own: Lifecycle, model: Any) -> dict[str, Any]:
+    """The part of `model` in the sum of this Accumulator, not in that of another."""
+    ids = {id(p) for p in own.gradients.parameters}
+    names = {name for name, p in named(model).items() if id(p) in ids}
+    sums = own.gradients.named(model)
+    return {n: fsdp.local(grad) for n, grad in sums.items() if n.split("#")[0] in names}
+
+
+def _refuse_unprepared(own: Lifecycle, models: Sequence[Any]) -> None:
+    """Raise RuntimeError for a sum in a model that `load_state` knows nothing of."""
+    ids = {id(p) for model in models for p in named(model).values()}
+    for model in own.gradients.models:
+        for name, parameter in named(model).items():
+            if parameter.grad is not None and id(parameter) not in ids:
+                raise RuntimeError(
+                    f"save_state inside of a window: {name} of {type(model).__name__} is in no "
+                    f"model that accelerator.prepare was given, so load_state can't restore its "
+                    f"gradient. Prepare it, save between windows, or use Checkpointer"
+                )
 
 
 def refuse_lossy_saves() -> None:
@@ -69,7 +130,7 @@ def refuse_lossy_saves() -> None:
 def save_window(own: Lifecycle, directory: Path, number: int) -> None:
     """Write this rank's window; RuntimeError or TornWindowError where it can't be gone on from."""
     text, tensors = _paths(own, directory, number)
-    models = _models(own)
+    models = own.host.models()
     sharded = any(fsdp.roots(model) for model in models)
     if sharded:
         refuse_lossy_saves()
@@ -81,13 +142,23 @@ def save_window(own: Lifecycle, directory: Path, number: int) -> None:
             "counts a step that nobody took, in this run as well. Save later, or use Checkpointer",
             stacklevel=4,
         )
-    found = [own.gradients.named(model) for model in models] if own.state.pending else []
-    sums = [{name: fsdp.local(grad) for name, grad in each.items()} for each in found]
-    encoded = encode({"accum": own.state_dict(), "sums": sums, "ranks": own.group.size})
+    pending = own.state.pending
+    if pending:
+        _refuse_unprepared(own, models)
+    found = [_sums(own, model) for model in models] if pending else []
+    state = {
+        "accum": own.state_dict(),
+        "sums": found,
+        "buffers": [_buffers(model) for model in models] if pending else [],
+        "noise": None if own.noise_probe is None else own.noise_probe.state_dict(),
+        "ranks": own.group.size,
+    }
+    encoded = encode(state)
     for old in (text, tensors):
         old.unlink(missing_ok=True)
     entry = write_tensors(tensors, encoded.tensors)
-    text.write_bytes(dump_json({"tensors": asdict(entry), "tree": encoded.tree}))
+    saved = {"pending": pending, "tensors": asdict(entry), "tree": encoded.tree}
+    text.write_bytes(dump_json(saved))
 
 
 def load_window(own: Lifecycle, directory: Path, number: int) -> None:
@@ -109,7 +180,28 @@ def load_window(own: Lifecycle, directory: Path, number: int) -> None:
             f"{own.group.size}; start {ranks}"
         )
     own.load_state_dict(window)
-    for model, each in zip(_models(own), sums, strict=bool(sums)):
-        if fsdp.roots(model):
+    for model, each in zip(own.host.models(), sums, strict=bool(sums)):
+        if each and fsdp.roots(model):
             own.models.admit([model])
         own.gradients.restore(model, each)
+    if (noise := state.get("noise")) is not None and own.noise_probe is not None:
+        own.noise_probe.load_state_dict(noise)
+    if buffers := state.get("buffers"):
+        own.before_block.append(partial(_load_buffers, own, buffers))
+
+
+def _buffers(model: Any) -> dict[str, Any]:
+    """The buffers of this rank, in the state_dict or not: each forward may change them, and
+    Accelerate saves those of the first rank's state_dict."""
+    return {unwrapped_name(name): fsdp.local(b) for name, b in model.named_buffers()}
+
+
+def _load_buffers(own: Lifecycle, saved: list[dict[str, Any]]) -> None:
+    """In the first block after `load_state`, which has loaded the first rank's: this rank's."""
+    own.before_block[:] = [
+        f for f in own.before_block if getattr(f, "func", f) is not _load_buffers
+    ]
+    for model, each in zip(own.host.models(), saved, strict=True) if own.state.pending else ():
+        for name, buffer in _buffers(model).items():
+            if name in each and each[name].shape == buffer.shape:
+                buffer.copy_(each[name])

@@ -500,6 +500,7 @@ class Lifecycle:
             forget_unscaled(self.stepper.scaler, self.options.optimizers)
         for ddp in self.gradients.ddp_modules(self.gradients.models):
             forget_marks(ddp)
+        self.gradients.unwatch()
         self.gradients.clear()
         self.gradients.cast_down()
 

@@ -48,6 +48,8 @@ class Models:
             unsupported.warn_lonely_process()
             self._gradients.clear_new(model)
             self._gradients.add(model)
+            if self._options.sync == "last":  # else each block begins as a window does
+                self._gradients.resume(model)
             self._check_sharded(model)
             self.refresh_inplace()
 

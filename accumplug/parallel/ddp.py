@@ -63,6 +63,11 @@ def before_forward(ddp: DistributedDataParallel) -> None:
     rebuild_buckets(ddp)
     if ddp._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
         ddp._sync_buffers()  # type: ignore[no-untyped-call]
+    leave_buffers(ddp)
+
+
+def leave_buffers(ddp: DistributedDataParallel) -> None:
+    """Let the forwards of this window broadcast no buffers: that has been done."""
     if not ddp._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
         ddp.require_forward_param_sync = False
 
