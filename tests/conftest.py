@@ -41,9 +41,11 @@ def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = request.config.getoption("device")
-    if device != "cpu" and "ranks" not in request.fixturenames:  # these compute on their own
+    elsewhere = device != "cpu" and "ranks" not in request.fixturenames  # these have their own
+    if elsewhere:
         torch.set_default_device(device)
     yield
-    torch.set_default_device(None)
+    if elsewhere:  # torch 2.8 can't tell its default device any more once it was set to None
+        torch.set_default_device(None)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
