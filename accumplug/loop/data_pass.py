@@ -82,7 +82,7 @@ class DataPass:
         registry: Registry,
         knows_models: Callable[[], bool],
         gradients: GradientBuffer,
-        join: Callable[[BlockKind], None],
+        join: Callable[[BlockKind], object],
         end_pass: Callable[[], None],
     ) -> None:
         self._state = state

@@ -65,7 +65,7 @@ class Lifecycle:
             registry,
             models.are_known,
             gradients,
-            self.join,
+            self.run_empty,
             self._end_pass,
         )
         self.noise_probe: NoiseProbe | None = None
@@ -458,7 +458,8 @@ class Lifecycle:
     # -- outside of the loop's blocks ------------------------------------------------------------
 
     def run_empty(self, kind: BlockKind) -> BlockState:
-        """Run a block of `kind` that adds nothing."""
+        """Run a block of `kind` that adds nothing: it closes what is pending here, or takes part in
+        a window of the other ranks."""
         block = BlockState(tuple(self.models.known()), 0.0, kind)
         self.enter(block)
         try:
@@ -468,10 +469,6 @@ class Lifecycle:
             raise
         self.leave(block, None)
         return block
-
-    def join(self, kind: BlockKind) -> None:
-        """Take part in a window of the other ranks, with what is pending here or with nothing."""
-        self.run_empty(kind)
 
     def flush(self) -> bool:
         """Close a started window now; return whether there was one on any rank."""
@@ -528,7 +525,7 @@ class Lifecycle:
             self.discard()
         if state.pending and self.options.tail == "flush":
             in_step = state.data_pass is not None and state.data_pass.in_step
-            self.join(BlockKind.PADDING if in_step else BlockKind.JOIN)
+            self.run_empty(BlockKind.PADDING if in_step else BlockKind.JOIN)
         state.epoch += 1
         state.position = 0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from accumplug.core.autograd import run_backward
-from accumplug.core.gradients import GradientBuffer
+from accumplug.core.gradients import GradientBuffer, grad_dtype
 from accumplug.core.options import Options
 from accumplug.core.state import COUNTED, REAL, BlockState
 from accumplug.loop.registry import Registry
@@ -200,7 +200,7 @@ class Reducer:
         for bucket in _buckets(used):
             for parameter in bucket:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=_dtype_of_sum(parameter))
+                    parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
             grads = [p.grad for p in bucket if p.grad is not None]
             flat = torch.cat([g.reshape(-1) for g in grads]).div_(group.size)
             if group.size > 1:
@@ -239,17 +239,13 @@ class Reducer:
         return [p._version for p in self._gradients.parameters]
 
 
-def _dtype_of_sum(parameter: nn.Parameter) -> torch.dtype:
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split into runs of one dtype and device, of at most 25 MiB (or one parameter) each."""
     buckets: list[list[nn.Parameter]] = []
     kind, room = None, 0
     for parameter in parameters:
         size = parameter.numel() * 4
-        if kind != (kind := (_dtype_of_sum(parameter), parameter.device)) or size > room:
+        if kind != (kind := (grad_dtype(parameter), parameter.device)) or size > room:
             buckets.append([])
             room = BUCKET
         buckets[-1].append(parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,6 @@ from accumplug.core.window import Weight, Window
 from accumplug.errors import NonFiniteError
 from accumplug.loop.registry import Registry
 from accumplug.parallel.ddp import forget_marks
-
-
-class _Factor(NamedTuple):
-    """What a cached root gradient was made for."""
-
-    divisor: float
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
 
 
 class Stepper:
@@ -55,7 +46,8 @@ class Stepper:
         self._host = host
         self._registry = registry
         self._scaled_by: object = None
-        self._factor: tuple[_Factor, Tensor] | None = None
+        self._kind: tuple[float, torch.dtype, torch.device, torch.Size] | None = None
+        self._factor = torch.empty(0)  # the root gradient of that kind
         self._refuse_other_steps(state)
 
     def root_gradient(self, loss: Tensor, divisor: Weight) -> Tensor:
@@ -64,10 +56,10 @@ class Stepper:
         The same bits as dividing the loss by a number and scaling the quotient.
         """
         if self.scaler is None and isinstance(divisor, float):
-            kind = _Factor(divisor, loss.dtype, loss.device, loss.shape)
-            if self._factor is None or self._factor[0] != kind:
-                self._factor = (kind, loss.detach().new_full(loss.shape, 1.0 / divisor))
-            return self._factor[1]
+            kind = (divisor, loss.dtype, loss.device, loss.shape)
+            if self._kind != kind:
+                self._kind, self._factor = kind, loss.detach().new_full(loss.shape, 1.0 / divisor)
+            return self._factor
         one = torch.ones((), device=loss.device)
         if self.scaler is not None and self.scale is None:
             self.scale = self.scaler.scale(one)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from accumplug.core.options import PER_SAMPLE
 from accumplug.errors import OptionTypeError
 from accumplug.parallel import fsdp
-from accumplug.parallel.ddp import ddp_modules, reduced_parameters
+from accumplug.parallel.ddp import check_names, ddp_modules, reduced_parameters
 from accumplug.parallel.group import DataParallelGroup
 
 ENGINE = (
@@ -63,8 +63,11 @@ def refuse_static_graph(model: nn.Module) -> None:
 
 
 def _refuse_unreduced(model: nn.Module, ranks: DataParallelGroup) -> None:
+    for root in fsdp.roots(model):
+        fsdp.check_names(root)
     ddps = ddp_modules(model)
     for ddp in ddps:
+        check_names(ddp)
         own = dist.get_process_group_ranks(ddp.process_group)
         group = dist.get_process_group_ranks(ranks.group)
         if sorted(own) != sorted(group):

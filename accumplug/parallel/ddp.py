@@ -16,6 +16,31 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accumplug.parallel.private import require
+
+PRIVATE = (
+    "_check_sync_bufs_post_fwd",
+    "_check_sync_bufs_pre_fwd",
+    "_comm_hooks",
+    "_sync_buffers",
+    "require_forward_param_sync",
+)
+REDUCER = (
+    "_check_reducer_finalized",
+    "_get_zeros_like_grad_buckets",
+    "_rebuild_buckets",
+    "_reset_state",
+    "get_backward_stats",
+    "prepare_for_backward",
+    "prepare_for_forward",
+)
+
+
+def check_names(ddp: DistributedDataParallel) -> None:
+    """Raise MovedError if this torch has not all that is read here, before anything is done."""
+    require(ddp, PRIVATE, "the moment at which DDP reduces")
+    require(ddp.reducer, REDUCER, "the moment at which DDP reduces")
+
 
 def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
     """The DistributedDataParallel modules in `model`: itself, nested, or inside a compiled one."""

@@ -25,6 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from accumplug.errors import MovedError
+from accumplug.parallel.private import require
+
+PURPOSE = "the deferred gradients of fully_shard"
 
 
 def roots(model: nn.Module) -> list[FSDPModule]:
@@ -32,6 +35,21 @@ def roots(model: nn.Module) -> list[FSDPModule]:
     if isinstance(model, FSDPModule):
         return [model]
     return [root for child in model.children() for root in roots(child)]
+
+
+def check_names(root: FSDPModule) -> None:
+    """Raise MovedError if this torch has not all that is read here, before anything is done."""
+    require(root, ["_get_fsdp_state"], PURPOSE)
+    for state in map(_state, _modules(root)):
+        one = ["_fsdp_param_group"] if hasattr(state, "_fsdp_param_group") else []
+        require(state, one or ["_fsdp_param_groups"], PURPOSE)
+        require(state, ["_lazy_init", "_state_ctx"], PURPOSE)
+    public = hasattr(root, "finalize_backward")  # from torch 2.15 on
+    own = [] if public else ["finalize_backward", "_training_state"]
+    for group in _groups(root):
+        require(group, ["fsdp_params", "post_backward", *own], PURPOSE)
+        for parameter in group.fsdp_params:
+            require(parameter, ["sharded_param", "mp_policy"], PURPOSE)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,7 +88,7 @@ def check_deferred(roots: Iterable[FSDPModule], others: Iterable[nn.Parameter]) 
         _grad(p) is not None or _separate(p) is not None for r in roots for p in _parameters(r)
     )
     if roots and not any(found) and all(p.grad is None for p in others):
-        raise MovedError("FSDPParam._unsharded_param.grad", "the deferred gradients of fully_shard")
+        raise MovedError("FSDPParam._unsharded_param.grad", PURPOSE)
 
 
 @contextmanager

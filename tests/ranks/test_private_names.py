@@ -1,0 +1,81 @@
+"""What accumplug reads of DDP and fully_shard without a public name, if a torch has moved it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from accumplug import Accumulator, MovedError
+from accumplug.parallel import ddp, fsdp
+from ranks.harness import Ranks
+
+
+@contextmanager
+def without(owner: object, name: str) -> Iterator[None]:
+    """`owner` and its class have no `name` for a while."""
+    if name in vars(owner) if hasattr(owner, "__dict__") else False:
+        place = vars(owner)
+        value = place.pop(name)
+        yield
+        place[name] = value
+        return
+    cls = next(c for c in type(owner).__mro__ if name in vars(c))
+    value = vars(cls)[name]
+    delattr(cls, name)
+    yield
+    setattr(cls, name, value)
+
+
+def said_without(model: nn.Module, owner: object, name: str) -> tuple[str, bool]:
+    """What the first block over `model` says, and whether anything was added before."""
+    accum = Accumulator(2, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with without(owner, name), pytest.raises(MovedError) as raised, accum(model):
+        accum.backward(model(torch.ones(2, 3)).mean())
+    return str(raised.value), any(p.grad is not None for p in model.parameters())
+
+
+def of_ddp(rank: int) -> list[tuple[str, str, bool]]:
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    owners = [(model, name) for name in ddp.PRIVATE]
+    owners += [(model.reducer, name) for name in ddp.REDUCER]
+    return [(name, *said_without(model, owner, name)) for owner, name in owners]
+
+
+def of_fully_shard(rank: int) -> list[tuple[str, str, bool]]:
+    model = nn.Linear(3, 2)
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    state = model._get_fsdp_state()
+    group = next(iter(fsdp._groups(model)))
+    listed = hasattr(state, "_fsdp_param_groups")
+    owners: list[tuple[object, str]] = [
+        (model, "_get_fsdp_state"),
+        (state, "_lazy_init"),
+        (state, "_fsdp_param_groups" if listed else "_fsdp_param_group"),
+        (group, "fsdp_params"),
+        (group, "post_backward"),
+        (group.fsdp_params[0], "sharded_param"),
+        (group.fsdp_params[0], "mp_policy"),
+    ]
+    if not hasattr(model, "finalize_backward"):
+        owners += [(group, "finalize_backward"), (group, "_training_state")]
+    return [(name, *said_without(model, owner, name)) for owner, name in owners]
+
+
+@pytest.mark.parametrize("wrapper", [of_ddp, of_fully_shard], ids=["DDP", "fully_shard"])
+def test_a_private_name_that_is_gone_is_named_before_anything_is_added(
+    ranks: Ranks, wrapper: object
+) -> None:
+    """One after the other, by the name of torch that is missing."""
+    for found in ranks.run(1, wrapper):
+        assert len(found) >= 7
+        for name, said, added in found:
+            assert "moved " in said
+            assert f".{name}," in said
+            assert not added
