@@ -39,7 +39,7 @@ def callables():
             continue
         if dataclasses.is_dataclass(thing):
             yield f"{name} (its fields)", thing
-        for key, member in inspect.getmembers_static(thing):
+        for key, member in ((key, inspect.getattr_static(thing, key)) for key in dir(thing)):
             function = inspect.unwrap(getattr(member, "fget", None) or member)
             ours = str(getattr(function, "__module__", "")).startswith("accumplug")
             if ours and (not key.startswith("_") or key in ("__init__", "__call__", "__enter__")):
