@@ -120,7 +120,12 @@ class AccelerateHost(Host):
         self._state._set_sync_gradients(closes and not self.takes_step)
 
     def leave(self) -> None:
-        """Give the Accelerator back what it had."""
+        """Give the Accelerator back what it had, if anything is still to be given back."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if not self._kept:
+            return
         attributes = vars(self.accelerator)
         for name, value in self._kept.items():
             if value is _MISSING:
@@ -131,9 +136,6 @@ class AccelerateHost(Host):
         if nested or self.takes_step:  # else it stays, for a step after the block
             self._state._set_sync_gradients(self._sync_before)
         self._kept = {}
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def leave_empty(self) -> None:
         """The window has no weight: what the loop does when it closes must not happen."""

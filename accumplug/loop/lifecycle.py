@@ -28,7 +28,6 @@ from accumplug.loop.reduction import Reducer
 from accumplug.loop.registry import Registry
 from accumplug.loop.rendezvous import Rendezvous
 from accumplug.loop.stepper import Stepper
-from accumplug.parallel.ddp import forget_marks
 from accumplug.parallel.group import DataParallelGroup
 
 
@@ -484,10 +483,14 @@ class Lifecycle:
         return block.ends and not block.empty
 
     def discard(self) -> None:
-        """Throw the open window away, torn or not: its micro-batches, its gradients."""
+        """Throw the open window away, torn or not: its micro-batches, its gradients.
+
+        A block that is still open ends here: an exception may have kept it from its end.
+        """
         state = self.state
+        self.host.leave()
         if state.block is not None:
-            raise RuntimeError("discard inside of a block; leave it first")
+            self._end(state.block, None)
         if state.pending and (plan := state.plan) is not None:
             plan.discarded = True
             if state.data_pass is not None:
@@ -495,8 +498,7 @@ class Lifecycle:
         self.forget_window()
         if self.stepper.scaler is not None:
             forget_unscaled(self.stepper.scaler, self.options.optimizers)
-        for ddp in self.gradients.ddp_modules(self.gradients.models):
-            forget_marks(ddp)
+        self.reducer.abandon()
         self.gradients.unwatch()
         self.gradients.clear()
         self.gradients.cast_down()

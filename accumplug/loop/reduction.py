@@ -56,6 +56,8 @@ class Reducer:
         self._registry = registry
         self._checked = False
         self._warned = False
+        self._unfinished = False
+        """DDP may have run a forward that its reducer expects a backward of."""
 
     def reduces(self, block: BlockState) -> bool:
         """Whether the gradient is reduced over the ranks in this block."""
@@ -80,6 +82,7 @@ class Reducer:
                 and not (absent or block.by_hand)
                 and self._may_overlap
             )
+            self._unfinished = self._unfinished or block.overlaps
             if (block.index == 0 or self._every) and not block.by_hand:
                 for ddp in block.ddp_modules:
                     before_forward(ddp)
@@ -141,6 +144,7 @@ class Reducer:
         if not self.reduces(block):
             fsdp.check_deferred(block.fsdp_roots, self._gradients.parameters)
         block.reduced = reduction_times(block.ddp_modules) != times
+        self._unfinished = self._unfinished and not block.reduced
         if block.reduced and not block.overlaps:
             raise RuntimeError(
                 "DistributedDataParallel reduced in a micro-batch that was not to: its forward ran "
@@ -153,6 +157,12 @@ class Reducer:
                 "optimizer steps inside of it, once for each micro-batch. Remove it, or use steps=1"
             )
         self._checked = True
+
+    def abandon(self) -> None:
+        """The window is thrown away: DDP expects nothing of it any more."""
+        for ddp in self._gradients.ddp_modules(self._gradients.models):
+            forget_marks(ddp, self._unfinished)
+        self._unfinished = False
 
     def reduce(self, block: BlockState) -> bool:
         """Average the running sum over the ranks, where the backward has not; say if it was."""

@@ -202,9 +202,10 @@ def mark_used(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> N
             torch.autograd.backward(used, [p.new_zeros(()).expand_as(p) for p in used])
 
 
-def forget_marks(ddp: DistributedDataParallel) -> None:
+def forget_marks(ddp: DistributedDataParallel, unfinished: bool = False) -> None:
     """Let `ddp` forget which parameters a window has used that is thrown away, and a backward
-    that did not end. Not where it need not: it forgets that its buckets were rebuilt as well."""
+    that did not end; if `unfinished`, a synced forward without a backward. Not where it need not:
+    it forgets that its buckets were rebuilt as well."""
     try:
         ddp.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -212,6 +213,24 @@ def forget_marks(ddp: DistributedDataParallel) -> None:
     else:
         if ddp.find_unused_parameters:
             ddp.reducer._reset_state()
+        elif unfinished:
+            _finish_alone(ddp)
+
+
+def _finish_alone(ddp: DistributedDataParallel) -> None:
+    """End a synced forward without a backward on this rank alone, by a reduction over itself."""
+    rebuilt = ddp._get_ddp_logging_data().get("has_rebuilt_buckets")
+    if ddp._comm_hooks or not rebuilt or dist.get_world_size(ddp.process_group) == 1:
+        ddp.reducer._reset_state()
+    else:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        try:
+            ddp.reducer._update_process_group(alone)
+            reduce_now(ddp)
+        finally:
+            ddp.reducer._update_process_group(ddp.process_group)
+            dist.destroy_process_group(alone)
+    leave_buffers(ddp)
 
 
 def check_reduced(ddp: DistributedDataParallel) -> None:

@@ -123,17 +123,30 @@ def test_skip_and_backward_exclude_each_other():
             micro.skip()
 
 
-def test_discard_and_flush_inside_of_a_block_are_errors():
+def test_a_flush_inside_of_a_block_is_an_error():
     """The block has to end first."""
     model = network()
     accum, _ = watched(2, model)
     with accum(model):
         accum.backward(mean_loss(model, data([2])[0]))
-        with pytest.raises(RuntimeError, match="discard inside of a block"):
-            accum.discard()
         with pytest.raises(RuntimeError, match="a block inside a block"):
             accum.flush()
     assert accum.pending == 1
+
+
+def test_a_discard_inside_of_a_block_ends_it():
+    """It can't be told from a block whose end was kept from running; what follows in it is told."""
+    model = network()
+    accum, _ = watched(2, model)
+    loss = mean_loss(model, data([2])[0])
+    with pytest.raises(RuntimeError, match="thrown away inside of its block"), accum(model):
+        accum.backward(loss, retain_graph=True)
+        accum.discard()
+    with pytest.raises(RuntimeError, match="backward outside of"), accum(model):
+        accum.discard()
+        accum.backward(loss)
+    assert (accum.pending, accum.micro_batches) == (0, 0)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("later", [4, 0])

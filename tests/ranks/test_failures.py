@@ -28,7 +28,7 @@ from .reference import (
     sgd,
 )
 
-SIZES = [[3, 8, 1, 5], [7, 2, 2, 6]]
+SIZES = [[3, 8, 1, 5], [7, 2, 2, 6], [4, 1, 9, 2]]
 Trained = tuple[list[Gradients], list[Tensor], Any]
 
 
@@ -217,6 +217,41 @@ def test_one_rank_may_throw_its_share_away(ranks: Ranks, unused: bool) -> None:
     """What the others have in the window is not touched by it."""
     results = ranks.run(2, discard_on_one, "last", unused)
     check(results, [data_of((0, 1, 2), (2, 3)), data_of((3,), ())])
+
+
+def discard_closing(rank: int, everywhere: bool, unused: bool) -> Trained:
+    """Fail between forward and backward of the first and third closing micro-batch, start again."""
+    ddp = DistributedDataParallel(net(), find_unused_parameters=unused)
+    accum = Accumulator(2, optimizer=sgd(ddp.parameters()))
+    seen: list[Gradients] = []
+    accum.on_update(lambda: seen.append(grads(ddp)))
+    data = items(rank, SIZES[rank])
+    for number in range(4):
+        window = data[2 * (number % 2) :][:2]
+        for fails in [True, False] if number % 2 == 0 and (everywhere or rank) else [False]:
+            for index, item in enumerate(window):
+                try:
+                    with accum(ddp, weight=len(item[0])):
+                        value = loss(ddp, item)
+                        if fails and index == 1:
+                            raise KeyError("bad")
+                        accum.backward(value)
+                except KeyError:
+                    accum.discard()
+    return seen, parameters(ddp), accum.updates
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused"])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_forward_of_a_closing_micro_batch_may_be_thrown_away(
+    ranks: Ranks, world: int, everywhere: bool, unused: bool
+) -> None:
+    """DDP's reducer, which waits for its backward, is brought to rest on that rank alone."""
+    results = ranks.run(world, discard_closing, everywhere, unused)
+    data = [items(rank, SIZES[rank]) for rank in range(world)]
+    windows = [[i for own in data for i in own[start : start + 2]] for start in (0, 2, 0, 2)]
+    check(results, windows)
 
 
 def flush_early(rank: int, pending: list[int], loop_steps: bool, tail: str) -> Trained:
