@@ -307,7 +307,7 @@ class Accumulator:
             RuntimeError: ranks have different numbers of items and this one can't take the steps
                 of the loop (neither `optimizer` nor `accelerator` was given).
         """
-        self.parts.warn_uneven()
+        self.parts.before_pass()
         return Batches(self._state, loader, self.parts.data_pass.batches(loader, weigh))
 
     def split(self, batch: T, size: int) -> Iterator[T]:
@@ -377,6 +377,7 @@ class Accumulator:
         """Throw the open window away, torn or not: its micro-batches, its gradients.
 
         Under `weigh=`, which has counted the window as a whole, `batches` goes on with the next.
+        A block that is still open ends here.
         """
         self.parts.discard()
 

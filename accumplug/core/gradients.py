@@ -251,9 +251,8 @@ class GradientBuffer:
     def resume(self, model: nn.Module) -> None:
         """`model` is new in a window that another process began: it was not known by then."""
         for ddp in ddp_modules(model):
-            used = [p for p in ddp.parameters() if id(p) in self._restored]
-            mark_used(ddp, used)
-            if used:
+            if used := [p for p in ddp.parameters() if id(p) in self._restored]:
+                mark_used(ddp, used)
                 leave_buffers(ddp)
 
     def scale(self, factor: Weight) -> None:

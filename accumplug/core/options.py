@@ -54,6 +54,13 @@ class Options:
     nonfinite: NonFinite
     accumulate_dtype: torch.dtype | None
 
+    def shared(self) -> dict[str, object]:
+        """What has to be the same on all ranks, for JSON."""
+        dtype = self.accumulate_dtype and str(self.accumulate_dtype)
+        given = {"optimizer": len(self.optimizers), "scaler": self.scaler is not None}
+        names = ("sync", "tail", "nonfinite", "max_grad_norm")
+        return {n: getattr(self, n) for n in names} | {"accumulate_dtype": dtype} | given
+
     @classmethod
     def check(
         cls,
@@ -108,12 +115,10 @@ class Options:
 
 
 def _check_optimizer(one: Any) -> None:
-    if not isinstance(one, Optimizer):
-        if any(c.__name__ == "DPOptimizer" for c in type(one).__mro__):
-            raise ValueError(PER_SAMPLE)
-        raise OptionTypeError(f"optimizer is a torch Optimizer, got {type(one).__name__}")
     if any(c.__name__ == "DPOptimizer" for c in type(one).__mro__):
         raise ValueError(PER_SAMPLE)
+    if not isinstance(one, Optimizer):
+        raise OptionTypeError(f"optimizer is a torch Optimizer, got {type(one).__name__}")
     if isinstance(one, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS calls for the loss again and again (a closure), which a window can't "

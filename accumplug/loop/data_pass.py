@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -328,10 +329,9 @@ class DataPass:
         """The loop has asked for an item after the last one."""
         items = data_pass.items
         waiting = items.outstanding > (0 if self._group.size == 1 else 1)
-        if self._state.block is not None or (items.outstanding and items.reads_ahead):
+        ahead = items.outstanding if items.reads_ahead else items.reads_ahead is None and waiting
+        if self._state.block is not None or ahead:
             data_pass.ended = True  # the last block ends the pass
-        elif items.reads_ahead is None and waiting:
-            data_pass.ended = True  # all was read before the first block
         else:
             self._finish(data_pass)
 
@@ -354,10 +354,8 @@ class DataPass:
 
     def _finish_behind(self, data_pass: DataPassState) -> None:
         """The same behind the pass's last block, where nobody waits for another item."""
-        try:
+        with suppress(_Stopped):
             self._finish(data_pass)
-        except _Stopped:
-            pass
 
     def _pause(self, sync_point: SyncPoint) -> None:
         """A place between two blocks where the pass may have to end."""

@@ -56,16 +56,9 @@ class Lifecycle:
         self.reducer = Reducer(group, gradients, options, registry)
         self.rendezvous = Rendezvous(group, gradients, self.normalizer, options, host, registry)
         self.stepper = Stepper(state, gradients, options, scaler, host, registry)
+        known, join, end = models.are_known, self.run_empty, self._end_pass
         self.data_pass = DataPass(
-            state,
-            group,
-            options,
-            host,
-            registry,
-            models.are_known,
-            gradients,
-            self.run_empty,
-            self._end_pass,
+            state, group, options, host, registry, known, gradients, join, end
         )
         self.noise_probe: NoiseProbe | None = None
         self.before_block: list[Callable[[], None]] = []
@@ -88,13 +81,12 @@ class Lifecycle:
                 "a block inside a block of the same Accumulator; one micro-batch has one block "
                 "(several models: accum(a, b))"
             )
+        if not self.group.compared:
+            self._compare_options()
         for function in tuple(self.before_block):
             function()
         if (window := state.window) is not None:
-            if window.torn is None and (what := self.gradients.what_changed()) is not None:
-                tear(window, what + self.registry.explain_change())
-            if window.torn is not None:
-                raise TornWindowError(torn_message(window))
+            self._check_sum(window)
         self.models.admit(block.models)
         if len(Registry.live) > 1:
             self.registry.refuse_nested(block.models)
@@ -195,8 +187,7 @@ class Lifecycle:
         if weight is not None or plan is not None:
             block.weight = one_weight(state, block, weight)
         check_backward(state, block, self.options, loss, extra, reduction)
-        if (what := self.gradients.what_changed()) is not None:
-            self._tear_changed(window, what)
+        self._check_sum(window)
         first = not block.backwards
         if first and block.index == 0:
             self._refuse_unstepped()
@@ -253,8 +244,7 @@ class Lifecycle:
 
     def _finish_empty(self, block: BlockState, window: Window) -> None:
         """Add nothing, but take part in what the other ranks do in this micro-batch."""
-        if (what := self.gradients.what_changed()) is not None:
-            self._tear_changed(window, what)
+        self._check_sum(window)
         if block.kind not in COUNTED or self.reducer.reduces(block):
             self.normalizer.refer(window, 0.0, self.state.plan)
         if block.phase < Phase.REDUCED:
@@ -324,8 +314,7 @@ class Lifecycle:
             raise TornWindowError(torn_message(window))
         if block.ends and not self._takes_step:
             return
-        if (what := self.gradients.what_changed(block.ends)) is not None:
-            self._tear_changed(window, what)
+        self._check_sum(window, block.ends)
 
     def _end(self, block: BlockState, error: BaseException | None) -> None:
         """Put back what the block has changed, in whatever way it ended."""
@@ -511,8 +500,17 @@ class Lifecycle:
             functions.clear()
         self.after_update.clear()
 
-    def warn_uneven(self) -> None:
-        """Say it if a rank whose data end early could not take the others' steps."""
+    def _compare_options(self) -> None:
+        """Where the ranks first meet. In a pass of another Accumulator, some may never come."""
+        steps = {"steps": "None" if self.state.steps is None else "a number"}
+        others = [other._state.data_pass for other in self.registry.others]
+        self.group.compare(self.options.shared() | steps, wait=not any(others))
+
+    def before_pass(self) -> None:
+        """Compare the options, and say it if a rank whose data end early could not take the
+        others' steps."""
+        if not self.group.compared:
+            self._compare_options()
         if self.group.size > 1 and not self.host.takes_over:
             warnings.warn(
                 "without optimizer= or accelerator= a rank whose data end early can't take the "
@@ -573,10 +571,12 @@ class Lifecycle:
 
     # -- what tears a window ---------------------------------------------------------------------
 
-    def _tear_changed(self, window: Window, what: str) -> None:
-        """Raise TornWindowError: the sum is not what this Accumulator has left."""
-        tear(window, what + self.registry.explain_change())
-        raise TornWindowError(torn_message(window))
+    def _check_sum(self, window: Window, closes: bool = False) -> None:
+        """Raise TornWindowError if the window is torn, or if the sum is not what accum has left."""
+        if window.torn is None and (what := self.gradients.what_changed(closes)) is not None:
+            tear(window, what + self.registry.explain_change())
+        if window.torn is not None:
+            raise TornWindowError(torn_message(window))
 
     def _refuse_unstepped(self) -> None:
         """The loop steps, and a window begins: the gradients of the last one have to be gone."""

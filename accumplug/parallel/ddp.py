@@ -219,7 +219,7 @@ def forget_marks(ddp: DistributedDataParallel, unfinished: bool = False) -> None
 
 def _finish_alone(ddp: DistributedDataParallel) -> None:
     """End a synced forward without a backward on this rank alone, by a reduction over itself."""
-    rebuilt = ddp._get_ddp_logging_data().get("has_rebuilt_buckets")
+    rebuilt = ddp._get_ddp_logging_data().get("has_rebuilt_buckets")  # type: ignore[no-untyped-call]
     if ddp._comm_hooks or not rebuilt or dist.get_world_size(ddp.process_group) == 1:
         ddp.reducer._reset_state()
     else:

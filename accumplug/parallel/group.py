@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +28,9 @@ class DataParallelGroup:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
+        self.compared = False
+        """The options of all ranks have been found to be the same."""
+        self._options = ""
 
     @property
     def size(self) -> int:
@@ -40,6 +45,42 @@ class DataParallelGroup:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(self.group)
         return 0
+
+    def compare(self, options: Mapping[str, object], wait: bool) -> None:
+        """Compare `options` with those of the other ranks: all of them if `wait`, else those that
+        have come here. Through the process group's store, as collectives may differ with options.
+
+        Raises:
+            ValueError: on all ranks, with the value of each.
+        """
+        if self.size == 1:
+            self.compared = True
+            return
+        # torch 2.13: there is no public name for the store of the default group
+        store = dist.distributed_c10d._get_default_store()
+        if not self._options:
+            name = f"accumplug/options/{dist.get_process_group_ranks(self.group)}"
+            self._options = f"{name}/{store.add(f'{name}/{self.rank}', 1)}"  # the same on all ranks
+            store.set(f"{self._options}/{self.rank}", json.dumps(options))
+        keys = [f"{self._options}/{rank}" for rank in range(self.size)]
+        with suppress(RuntimeError):
+            store.wait(keys if wait else keys[:0])
+        told = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
+        self.compared = len(told) == self.size
+        if wait and not self.compared:
+            missing = ", ".join(str(r) for r in range(self.size) if r not in told)
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} waited for rank {missing} before the first "
+                f"micro-batch, where all ranks compare their options"
+            )
+        for name, own in options.items():
+            values = {rank: its[name] for rank, its in told.items()}
+            if any(value != own for value in values.values()):
+                store.set(f"{self._options}/{self.rank}/read", "")
+                with suppress(RuntimeError):  # who serves the store must not end before all read
+                    store.wait([f"{key}/read" for key in keys], timedelta(seconds=10))
+                each = ", ".join(f"{value!r} on rank {rank}" for rank, value in values.items())
+                raise ValueError(f"{name} differs between ranks: {each}; give all the same")
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Sum each of `numbers` over the ranks, in host memory. One rank gets back what it gave.
