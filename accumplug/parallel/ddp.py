@@ -22,6 +22,7 @@ PRIVATE = (
     "_check_sync_bufs_post_fwd",
     "_check_sync_bufs_pre_fwd",
     "_comm_hooks",
+    "_get_ddp_logging_data",
     "_sync_buffers",
     "require_forward_param_sync",
 )
@@ -30,6 +31,7 @@ REDUCER = (
     "_get_zeros_like_grad_buckets",
     "_rebuild_buckets",
     "_reset_state",
+    "_update_process_group",
     "get_backward_stats",
     "prepare_for_backward",
     "prepare_for_forward",
