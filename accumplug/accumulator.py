@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,8 @@ class Accumulator:
         ValueError: options that are unknown, contradict each other or would be ignored.
         TypeError: an argument of a wrong type.
     """
+
+    _micro_batch: ClassVar[type[MicroBatch]] = MicroBatch
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ class Accumulator:
         """
         block = BlockState((model, *models), check_weight(weight))
         block.closes_early = closes
-        return MicroBatch(self.parts, block)
+        return self._micro_batch(self.parts, block)
 
     def backward(
         self,

@@ -199,6 +199,12 @@ class AccumCallback(Base):  # type: ignore[misc]
         self._loaded = state_dict or None
 
 
+class _FabricMicroBatch(MicroBatch):
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with in_fabric_backward():
+            super().backward(*args, **kwargs)
+
+
 class FabricAccumulator(Accumulator):
     """An Accumulator for a loop with Fabric, in each precision.
 
@@ -213,6 +219,8 @@ class FabricAccumulator(Accumulator):
     Raises:
         ValueError: a strategy that a window can't be kept with.
     """
+
+    _micro_batch = _FabricMicroBatch
 
     def __init__(self, fabric: Fabric, steps: Any, *, optimizer: Any, **options: Any) -> None:
         _refuse_strategy(fabric.strategy, "Fabric")

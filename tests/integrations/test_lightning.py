@@ -338,8 +338,9 @@ def fabric_run(fabric: Any, kind: Any) -> nn.Module:
     else:
         accum = kind(fabric, STEPS, optimizer=optimizer)
         for x, y in accum.batches(loader):
-            with accum(model, weight=len(x)):
-                accum.backward(F.mse_loss(model(x.float()), y.float()))
+            with accum(model, weight=len(x)) as micro:
+                backward = micro.backward if accum.updates else accum.backward
+                backward(F.mse_loss(model(x.float()), y.float()))
         assert accum.updates == 2
     return model.module
 
