@@ -152,9 +152,9 @@ def lines_of_code(path: Path) -> int:
 
 
 def test_the_core_can_be_read_in_an_afternoon() -> None:
-    """core, loop, parallel, accumulator and errors: what trains, in at most 3,540 lines of code."""
+    """core, loop, parallel, accumulator and errors: what trains, in at most 3,550 lines of code."""
     rooms = ("core", "loop", "parallel", "accumulator", "errors")
-    assert sum(lines_of_code(MODULES[m]) for m in MODULES if room(m) in rooms) <= 3540
+    assert sum(lines_of_code(MODULES[m]) for m in MODULES if room(m) in rooms) <= 3550
 
 
 def test_errors_are_in_one_file() -> None:

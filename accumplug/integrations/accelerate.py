@@ -22,6 +22,7 @@ from accumplug.core.host import Host
 from accumplug.core.options import Options, Scheduler, unprepared
 from accumplug.core.state import COUNTED, BlockKind, BlockState
 from accumplug.integrations.accelerate_loaders import LoaderPass, LoaderWatch
+from accumplug.loop.registry import Registry
 from accumplug.loop.unsupported import ENGINE
 from accumplug.parallel.fsdp import whole
 
@@ -263,7 +264,7 @@ class AccelerateHost(Host):
                 loop._step_seen = None
 
         handle = self.accelerator.register_load_state_pre_hook(forget)
-        weakref.finalize(self, handle.remove)
+        Registry.remove_with(self, handle)
 
     def _refuse_shared_scaler(self) -> None:
         scaler = self.accelerator.scaler

@@ -21,6 +21,7 @@ from accelerate.utils import fsdp_utils
 from accumplug.core.gradients import named, unwrapped_name
 from accumplug.errors import CheckpointError
 from accumplug.loop.lifecycle import Lifecycle
+from accumplug.loop.registry import Registry
 from accumplug.parallel import fsdp
 from accumplug.storage.codec import encode
 from accumplug.storage.decode import decode
@@ -59,7 +60,7 @@ def register_hooks(own: Lifecycle, accelerator: Any) -> None:
         accelerator.register_save_state_pre_hook(save),
         accelerator.register_load_state_pre_hook(load),
     ):
-        weakref.finalize(own, handle.remove)
+        Registry.remove_with(own, handle)
 
 
 def _numbers(accelerator: Any) -> set[int]:

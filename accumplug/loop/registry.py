@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from accumplug.core.gradients import GradientBuffer
 from accumplug.core.options import Scaler
@@ -22,6 +23,8 @@ class Registry:
     """
 
     live: ClassVar[weakref.WeakSet[Registry]] = weakref.WeakSet()
+    abandoned: ClassVar[list[RemovableHandle]] = []
+    """Hooks whose owners are gone."""
 
     def __init__(self, state: LoopState, gradients: GradientBuffer, scaler: Scaler | None) -> None:
         self.stepping = False
@@ -31,6 +34,14 @@ class Registry:
         self._scaler = scaler
         self._found = OtherOwners()
         Registry.live.add(self)
+
+    @staticmethod
+    def remove_with(owner: object, handle: RemovableHandle) -> None:
+        """Remove a hook when `owner` is gone: not at once, as the garbage collector may run among
+        the hooks of an optimizer that are being called, but when the next hook is registered."""
+        while Registry.abandoned:
+            Registry.abandoned.pop().remove()
+        weakref.finalize(owner, Registry.abandoned.append, handle)
 
     @property
     def others(self) -> list[Registry]:

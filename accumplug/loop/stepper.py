@@ -172,4 +172,4 @@ class Stepper:
                 )
 
         for optimizer in self._options.optimizers:
-            weakref.finalize(self, optimizer.register_step_pre_hook(refuse_step).remove)
+            Registry.remove_with(self, optimizer.register_step_pre_hook(refuse_step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import weakref
 
@@ -549,6 +550,26 @@ def test_a_step_of_the_loop_is_refused_where_accum_takes_it(where):
     with pytest.raises(RuntimeError, match=r"leave optimizer\.step\(\) out of the loop"):
         loop()
     assert torch.equal(model[0].weight, network()[0].weight)
+
+
+def test_an_accumulator_that_is_collected_while_its_optimizer_steps_does_not_disturb_the_step():
+    """Its hook can't be removed there: torch is going through the hooks."""
+    model = network()
+    optimizer = SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *_: gc.collect() and None)
+    gc.disable()
+    try:
+        first = Accumulator(2, optimizer=optimizer)
+        first.on_update(first.flush)  # a reference to itself: left to the collector
+        del first
+        accum = Accumulator(1, optimizer=optimizer)
+        run(accum, model, data([2])[0])
+    finally:
+        gc.enable()
+    assert accum.updates == 1
+    third = Accumulator(1, optimizer=optimizer)
+    assert len(optimizer._optimizer_step_pre_hooks) == 3  # one of the test, two of those alive
+    del third
 
 
 def test_zero_grad_between_windows_is_fine():

@@ -303,7 +303,7 @@ def test_a_model_whose_accumulator_is_gone_is_not_kept_by_the_others():
 
 
 def test_nothing_stays_hooked_on_an_optimizer_when_its_accumulator_is_gone():
-    """What was put on a user's object is removed again."""
+    """What was put on a user's object is removed again, when another Accumulator is made."""
     model = maker()
     optimizer = AdamW(model.parameters())
     for _ in range(3):
@@ -312,5 +312,6 @@ def test_nothing_stays_hooked_on_an_optimizer_when_its_accumulator_is_gone():
             accum.backward(model(noise()[0]).mean())
     del accum
     gc.collect()
+    Accumulator(2, optimizer=AdamW(maker().parameters()))
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
