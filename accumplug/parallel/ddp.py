@@ -200,8 +200,13 @@ def mark_used(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> N
     own = {id(p) for p in reduced_parameters(ddp)}
     used = [p for p in parameters if id(p) in own]
     if ddp.find_unused_parameters and used:
+        grads = [p.grad for p in used]  # which may be sparse
+        for parameter in used:
+            parameter.grad = None
         with ddp.no_sync():
             torch.autograd.backward(used, [p.new_zeros(()).expand_as(p) for p in used])
+        for parameter, grad in zip(used, grads, strict=True):
+            parameter.grad = grad
 
 
 def forget_marks(ddp: DistributedDataParallel, unfinished: bool = False) -> None:

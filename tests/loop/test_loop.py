@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -802,3 +805,19 @@ def test_weighted_updates_of_a_whole_run_are_those_of_big_batches():
             reference.step()
     assert relative(list(ours.parameters()), list(theirs.parameters())) <= 1e-13
     assert accum.updates == 3 * math.ceil(10 / 4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_lets_go_of_its_models_at_its_end(fails):
+    """A loop keeps its last micro-batch in a variable; that keeps no model."""
+    model = network()
+    accum = Accumulator(2)
+    with contextlib.suppress(KeyError), accum(model) as micro:
+        accum.backward(mean_loss(model, data([2])[0]))
+        if fails:
+            raise KeyError
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert (micro.index, micro.closes) == (0, False)

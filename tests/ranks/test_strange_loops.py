@@ -233,33 +233,40 @@ def test_parameters_that_no_wrapper_reduces_are_reduced_with_the_rest(
 # -- fully_shard and a micro-batch without targets ------------------------------------------
 
 
-def without_targets(rank: int, world: int, sync: str) -> Any:
-    """Micro-batch 1 of rank 0 and 2 of the last rank have no targets: their loss is NaN."""
+def branches() -> list[nn.Module]:
+    """Two models, the same on each rank, whose outputs are added."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
-    fully_shard(model[0])
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    accum = Accumulator(2, optimizer=optimizer, sync=sync)
+    return [nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), nn.Linear(3, 2)]
+
+
+def without_targets(rank: int, world: int, sync: str, count: int) -> Any:
+    """Micro-batch 1 of rank 0 and 2 of the last rank have no targets: their loss is NaN."""
+    models: Any = branches()[:count]
+    fully_shard(models[0][0])
+    for model in models:
+        fully_shard(model)
+    owned = [p for model in models for p in model.parameters()]
+    accum = Accumulator(2, optimizer=torch.optim.AdamW(owned, lr=0.1), sync=sync)
     warnings.filterwarnings("ignore", "deferring the reduction")
     for index, (x, y) in enumerate(items(rank, SIZES[:4])):
         empty = (rank, index) in ((0, 1), (world - 1, 2))
-        with accum(model, weight=0 if empty else len(x)):
-            value = nn.functional.mse_loss(model(x), y)
+        with accum(*models, weight=0 if empty else len(x)):
+            value = nn.functional.mse_loss(sum(model(x) for model in models), y)
             accum.backward(value * float("nan") if empty else value)
-    return [p.full_tensor().detach() for p in model.parameters()], accum.last.loss  # type: ignore[union-attr]
+    return [p.full_tensor().detach() for p in owned], accum.last.loss  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("count", [1, 2], ids=["one root", "two roots"])
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_loss_of_nan_with_weight_0_under_fully_shard_adds_nothing(
-    ranks: Ranks, world: int, sync: str
+    ranks: Ranks, world: int, sync: str, count: int
 ) -> None:
-    """Its backward runs with those of the other ranks, from zeros at the model's outputs."""
-    results = ranks.run(world, without_targets, world, sync)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    """Its backward runs with those of the other ranks, from zeros at the outputs of all roots."""
+    results = ranks.run(world, without_targets, world, sync, count)
+    models = branches()[:count]
+    owned = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.AdamW(owned, lr=0.1)
     for start in (0, 2):
         window = [
             item
@@ -269,11 +276,11 @@ def test_a_loss_of_nan_with_weight_0_under_fully_shard_adds_nothing(
         ]
         x, y = (torch.cat(part) for part in zip(*window, strict=True))
         optimizer.zero_grad()
-        value = nn.functional.mse_loss(model(x), y)
+        value = nn.functional.mse_loss(sum(model(x) for model in models), y)
         value.backward()
         optimizer.step()
     for found, last in results:
-        assert error(found, [p.detach() for p in model.parameters()]) <= 1e-10  # AdamW's division
+        assert error(found, [p.detach() for p in owned]) <= 1e-10  # AdamW's division
         assert last == pytest.approx(value.item(), rel=1e-9)
 
 

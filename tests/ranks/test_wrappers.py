@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from versions import SYNC_BUFFERS
@@ -266,3 +270,31 @@ def test_unreduced_gradients_are_refused_before_the_optimizer_steps(ranks: Ranks
         assert unchanged
         assert "heads.b.weight" in said
         assert "find_unused_parameters=True" in said
+
+
+def kept(rank: int, kind: str) -> list[bool]:
+    """Of micro-batches that end well or not: is the wrapped model still alive behind them?"""
+    found = []
+    for fails in (False, True):
+        model: Any = net()
+        if kind == "fsdp":
+            fully_shard(model)
+        else:
+            model = DistributedDataParallel(model)
+        accum = Accumulator(1)
+        with contextlib.suppress(KeyError), accum(model) as micro:
+            if fails:
+                raise KeyError
+            accum.backward(loss(model, items(rank, [3])[0]))
+        alive = weakref.ref(model)
+        del model
+        gc.collect()
+        found.append(alive() is not None)
+        assert micro.index == 0
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_micro_batch_that_is_kept_keeps_no_wrapped_model(ranks: Ranks, kind: str) -> None:
+    """DistributedDataParallel must not outlive its process group."""
+    assert ranks.run(2, kept, kind) == [[False, False]] * 2
