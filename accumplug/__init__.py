@@ -11,7 +11,7 @@ Training: an `Accumulator` owns the window, the micro-batches of one update. Its
 `InplaceReport`. A `Checkpointer` saves at any micro-batch and resumes
 at a `Position`; `save(wait=False)` returns a `SaveHandle`. The errors are `TornWindowError`,
 `NonFiniteError`, `CheckpointError` with `DamagedCheckpointError`, `LeaseHeldError`,
-`OptionTypeError`, and `MovedError` where a version of torch is unknown.
+`OverwrittenError`, `OptionTypeError`, and `MovedError` where a version of torch is unknown.
 
 Proof: `equivalence_check` compares one large batch with its micro-batches on any model and
 returns an `EquivalenceResult` of `Difference` values. `train_one_optimizer_step` returns a
@@ -49,6 +49,7 @@ from accumplug.errors import LeaseHeldError as LeaseHeldError
 from accumplug.errors import MovedError as MovedError
 from accumplug.errors import NonFiniteError as NonFiniteError
 from accumplug.errors import OptionTypeError as OptionTypeError
+from accumplug.errors import OverwrittenError as OverwrittenError
 from accumplug.errors import TornWindowError as TornWindowError
 from accumplug.inplace import InplaceReport as InplaceReport
 from accumplug.loop.data_pass import Batches as Batches
@@ -77,6 +78,7 @@ __all__ = [
     "NoiseSchedule",
     "NonFiniteError",
     "OptionTypeError",
+    "OverwrittenError",
     "Position",
     "SaveHandle",
     "StepResult",

@@ -21,6 +21,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint that is proven to be damaged or incomplete: no later attempt can read it."""
 
 
+class OverwrittenError(RuntimeError):
+    """What was being saved has been written to before it was on disk."""
+
+
 class LeaseHeldError(RuntimeError):
     """Another run that lives writes into the directory."""
 

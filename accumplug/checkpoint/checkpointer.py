@@ -36,7 +36,7 @@ from accumplug.checkpoint.train_state import State, find_train_state
 from accumplug.core.state import DataPassState, SyncPoint
 from accumplug.dataloading.position import DataPosition
 from accumplug.dataloading.stream_check import VerifyData
-from accumplug.errors import CheckpointError, LeaseHeldError
+from accumplug.errors import CheckpointError, LeaseHeldError, OverwrittenError
 from accumplug.storage.layout import list_checkpoints
 from accumplug.storage.lease import Lease
 from accumplug.storage.manifest import FORMAT
@@ -70,7 +70,10 @@ class Checkpointer:
         keep: number of checkpoints that are kept.
         keep_every: keep the first checkpoint of each so many updates as well, for an evaluation
             later.
-        background: write in a thread, so that the loop waits for a copy in memory only.
+        background: write in a thread, beside the loop.
+        copy: copy weights and optimizer state for that; else they are read from where they are,
+            until the next step. For a loop that writes into parts of them behind torch's back
+            (through NumPy), which can go unnoticed.
         signals: save and end the pass when one of these arrives.
         generators: random generators (of torch, Python or NumPy) that the data draw from and that
             can't be reached from the loader's attributes, items, closures and globals.
@@ -101,6 +104,7 @@ class Checkpointer:
         keep: int = 2,
         keep_every: int | None = None,
         background: bool = True,
+        copy: bool = False,
         signals: Sequence[int] = (),
         generators: Sequence[Any] = (),
         verify_data: VerifyData = "raise",
@@ -143,7 +147,9 @@ class Checkpointer:
         self._policy = SavePolicy(
             accum, self._schedule, self._kinds, self._store, self._save, self._finish, self._moved
         )
-        self._snapshot = Snapshot(accum, self._train_state, self._order, ranks.rank, background)
+        self._snapshot = Snapshot(
+            accum, self._train_state, self._order, ranks.rank, background, copy
+        )
         self._lease, token, self._refused = self._take_directory()
         self._writer = Writer(
             directory,
@@ -166,6 +172,8 @@ class Checkpointer:
         self._saved_at: tuple[int, ...] | None = None
         self._failed: RuntimeError | None = None
         """Why a save was not written, until it is raised."""
+        self._given_up = False
+        """Whether the last one was, as somebody wrote into what was to be saved."""
         accum.parts.models.declare(self._train_state.models)
         accum.observe_pass(self)
         self._block_start = accum.on_block_start(self._before_block)
@@ -230,6 +238,9 @@ class Checkpointer:
     def _finished(self) -> Path | None:
         """Wait until the last save is on disk, on all ranks; where it is, if this run made it."""
         path = self._written()
+        if self._store is None and self._given_up:
+            self._save()
+            path = self._written()
         failed = self._saved_at is None
         name = path.name if path is not None and not failed else ""
         if self._store is not None:
@@ -334,6 +345,7 @@ class Checkpointer:
         try:
             self._writer.close()
         finally:
+            self._snapshot.leave()
             if self._lease is not None:
                 self._lease.release()
             self._raise_failed()
@@ -445,6 +457,7 @@ class Checkpointer:
         more: State = {"count": self._schedule.count, "steps": self._accum.steps}
         job = self._snapshot.take(self._source, self._data_pass(), more)
         self._policy.saved()
+        self._given_up = False
         self._saved_at = self._here()
         self._handle = handle = SaveHandle(lambda: self._writer.busy, self._hear_of_it)
         try:
@@ -480,7 +493,12 @@ class Checkpointer:
         return path
 
     def _fail(self, error: RuntimeError) -> None:
-        self._failed = self._failed or error
+        if isinstance(error.__cause__, OverwrittenError):
+            warnings.warn(f"{error}; from now on weights are copied, as by copy=True", stacklevel=4)
+            self._snapshot.copies_all = self._given_up = True
+            self._schedule.owe()
+        else:
+            self._failed = self._failed or error
         if self._handle is not None:
             self._handle.settle(None, error)
         self._snapshot.forget()

@@ -27,7 +27,7 @@ class SaveSchedule:
         self._seconds = seconds
         self._every_updates = every_updates
         self._updates = accum.updates
-        self._is_update = False
+        self._is_update = self._is_owed = False
         self._last = time.monotonic()
         self._windows = 0
         self._micro_batches = 0
@@ -60,6 +60,9 @@ class SaveSchedule:
 
     def is_due(self) -> bool:
         """Whether a save is due after this micro-batch."""
+        if self._is_owed:
+            self._is_owed = False
+            return True
         if self._every_updates is not None and self._is_update:
             self._is_update = False
             if self._updates % self._every_updates == 0:
@@ -69,6 +72,10 @@ class SaveSchedule:
     def is_time(self) -> bool:
         """Whether a save is due by this rank's clock."""
         return self._seconds is not None and time.monotonic() - self._last >= self._seconds
+
+    def owe(self) -> None:
+        """A save was given up. One rank makes up for it; several would have to agree on when."""
+        self._is_owed = self._accum.parts.group.size == 1
 
     def saved(self) -> None:
         """The clock starts anew."""

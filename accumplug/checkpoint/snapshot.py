@@ -8,12 +8,14 @@ from typing import Any
 
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint.model_state import Fingerprint
+from accumplug.checkpoint.step_guard import StepGuard
 from accumplug.checkpoint.train_state import State, TrainState
 from accumplug.checkpoint.window_state import capture
 from accumplug.dataloading.position import DataPosition
 from accumplug.storage.codec import Encoded, encode
 from accumplug.storage.commit import Job
 from accumplug.storage.host_buffers import HostBuffers
+from accumplug.storage.live import LiveTensors
 
 
 class Snapshot:
@@ -30,16 +32,20 @@ class Snapshot:
         train_state: TrainState,
         order: DataPosition,
         rank: int,
-        copies: bool,
+        background: bool,
+        copy: bool,
     ) -> None:
         self._accum = accum
         self._train_state = train_state
         self._order = order
         self._rank = rank
-        self._buffers = HostBuffers() if copies else None
+        self.copies_all = copy
+        """Whether weights and moments are copied, not read from where they are."""
+        self._buffers = HostBuffers() if background else None
         self._objects = HostBuffers()
+        self._live = LiveTensors()
+        self._guard = StepGuard()
         self._fingerprints: dict[str, Fingerprint] = {}
-        self._held: dict[str, Encoded] = {}
         self._tree: Any = None
         self._unchecked: set[str] = set()
         """Parts that another process has written, until they are linked for the first time."""
@@ -48,9 +54,11 @@ class Snapshot:
         """The next save, in a pass of that state, with `more` in this rank's part.
 
         `source`: the checkpoint that the last `take` has become, if it has become one. What is
-        returned does not change until the next `take`.
+        returned does not change until the next `take`, but for its live tensors, which an
+        optimizer's step releases.
         """
         parts, link = {}, []
+        self._live = LiveTensors()
         state = capture(self._accum, self._train_state, self._order, data_pass) | more
         parts[f"rank-{self._rank}"] = self._copied(f"rank-{self._rank}", encode(state))
         if self._train_state.stateful:
@@ -71,10 +79,14 @@ class Snapshot:
                 if same and name not in self._unchecked:
                     link.append(name)
                     continue
-                (again if same else parts)[name] = self._copied(name, encode(get(), name))
+                (again if same else parts)[name] = self._held_still(name, encode(get(), name))
                 self._unchecked.discard(name)
                 self._fingerprints[name] = fingerprint
-        return Job(self._position(), parts, tuple(link), source if link else None, again)
+        if self._live.sources:
+            self._guard.watch(self._live)
+        return Job(
+            self._position(), parts, tuple(link), source if link else None, again, self._live
+        )
 
     def is_saved(self, ranks: int) -> None:
         """The run is as it was when it was saved by `ranks` ranks: it has just been resumed."""
@@ -86,18 +98,22 @@ class Snapshot:
     def forget(self) -> None:
         """The last `take` has become no checkpoint."""
         self._fingerprints, self._tree = {}, None
+        self.leave()
+
+    def leave(self) -> None:
+        """Nothing is in flight."""
+        self._guard.leave()
+        self._live.close()
 
     def _shards(self, parts: dict[str, Encoded]) -> dict[str, Encoded]:
         """Put this rank's shards of weights and moments into `parts`; return what is unchanged.
 
-        That is kept, as only rank 0 knows whether the last `take` has become a checkpoint.
+        Only rank 0 knows whether the last `take` has become a checkpoint, to be linked from.
         """
         again: dict[str, Encoded] = {}
         for name, fingerprint, get in self._linkable_parts():
             own, same = f"{name}-{self._rank}", self._fingerprints.get(name) == fingerprint
-            if not same or own not in self._held:
-                self._held[own] = self._copied(own, encode(get(), own))
-            (again if same else parts)[own] = self._held[own]
+            (again if same else parts)[own] = self._held_still(own, encode(get(), own))
             self._fingerprints[name] = fingerprint
         return again
 
@@ -126,6 +142,20 @@ class Snapshot:
 
     def _copied(self, name: str, encoded: Encoded) -> Encoded:
         return encoded if self._buffers is None else self._buffers.copy(name, encoded)
+
+    def _held_still(self, part: str, encoded: Encoded) -> Encoded:
+        """Weights or moments, which stay where they are, and copies of buffers and counts."""
+        if self._buffers is None or self.copies_all:
+            return self._copied(part, encoded)
+        still = {n: t for n, t in encoded.tensors.items() if self._live.takes(t)}
+        if part.startswith("model"):
+            weights = self._train_state.places()
+            still = {n: t for n, t in still.items() if t.data_ptr() in weights}
+        for name, tensor in still.items():
+            self._live.add(name, tensor)
+        rest = {n: t for n, t in encoded.tensors.items() if n not in still}
+        held = still | self._buffers.copy(part, Encoded(None, rest)).tensors
+        return Encoded(encoded.tree, {name: held[name] for name in encoded.tensors})
 
     def _position(self) -> State:
         accum = self._accum

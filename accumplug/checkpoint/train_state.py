@@ -65,6 +65,12 @@ class TrainState:
         models, sharded = map(unwrap_model, self.models), self.is_sharded
         return tuple([model_state.weights_fingerprint(model, sharded) for model in models])
 
+    def places(self) -> set[int]:
+        """Where the parameters are in memory; under fully_shard this rank's shards."""
+        models = map(unwrap_model, self.models)
+        found = (p for model in models for p in fsdp.named_parameters(model).values())
+        return {fsdp.local(p).data_ptr() for p in found}
+
     def optimizer_states(self) -> list[Any]:
         """What the optimizers keep of each parameter."""
         return [optimizer.state_dict()["state"] for optimizer in self.optimizers]

@@ -33,6 +33,7 @@ from accumplug.storage.files import (
 )
 from accumplug.storage.json import MAX_JSON, dump_json
 from accumplug.storage.layout import Checkpoint, list_checkpoints, open_checkpoint
+from accumplug.storage.live import LiveTensors
 from accumplug.storage.manifest import MANIFEST, PART, Manifest, check_position, name_of
 from accumplug.storage.rank_reports import collect_reports, report_failure, report_files
 from accumplug.storage.retention import WRITING
@@ -49,7 +50,8 @@ class Job:
     rank; no two ranks may use one name. `link` names parts that have not changed since the whole
     checkpoint `link_from`; rank 0 links them, whichever rank wrote them. `unchanged` are parts of
     this rank that are the same as in its previous job: they are linked, or written if that did
-    not become a checkpoint (which only rank 0 knows for sure).
+    not become a checkpoint (which only rank 0 knows for sure). `live` are tensors of all these that
+    are read from where they are.
     """
 
     position: Mapping[str, Any]
@@ -57,6 +59,7 @@ class Job:
     link: tuple[str, ...] = ()
     link_from: Path | None = None
     unchanged: Mapping[str, Encoded] = field(default_factory=dict)
+    live: LiveTensors = field(default_factory=LiveTensors)
 
     def __post_init__(self) -> None:
         check_position(dict(self.position))
@@ -115,7 +118,7 @@ def write(
     _make(to.directory)
     work.mkdir(exist_ok=to.world_size > 1)
     try:
-        own = _write_parts(work, job.parts)
+        own = _write_parts(work, job.parts, job.live)
         if job.unchanged:
             _await_decision(_work(to, number - 1))
             own |= _link_or_write(to, work, job, written, unchecked)
@@ -153,7 +156,9 @@ def _make(directory: Path) -> None:
         fsync_directory(path.parent)
 
 
-def _write_parts(work: Path, parts: Mapping[str, Encoded]) -> dict[str, FileEntry]:
+def _write_parts(
+    work: Path, parts: Mapping[str, Encoded], live: LiveTensors
+) -> dict[str, FileEntry]:
     files = {}
     for name, (tree, tensors) in parts.items():
         data = dump_json(tree)
@@ -162,7 +167,7 @@ def _write_parts(work: Path, parts: Mapping[str, Encoded]) -> dict[str, FileEntr
         files[f"{name}.json"] = write_file(work / f"{name}.json", [memoryview(data)])
         if tensors:
             file = f"{name}.safetensors"
-            files[file] = write_tensors(work / file, tensors)
+            files[file] = write_tensors(work / file, tensors, sources=live.sources)
     return files
 
 
@@ -184,7 +189,7 @@ def _link_or_write(
     for part, encoded in job.unchanged.items():
         same = {n: written[n] for n in (f"{part}.json", f"{part}.safetensors") if n in written}
         linked = _find_and_link(sources, work, same, unchecked)
-        files |= linked or _write_parts(work, {part: encoded})
+        files |= linked or _write_parts(work, {part: encoded}, job.live)
     return files
 
 

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -45,6 +46,16 @@ class FileEntry:
     sums: str
 
 
+class Source(Protocol):
+    """Bytes that are read when it is their turn to be written."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def read_into(self, room: memoryview, start: int) -> None:
+        """Fill `room` with those from `start` on; once each, in order."""
+
+
 def checksum(block: memoryview) -> str:
     """8 hex digits for at most 4 MiB; see above."""
     end = len(block) // ROW * ROW
@@ -54,7 +65,7 @@ def checksum(block: memoryview) -> str:
     return f"{zlib.crc32(block[end:], crc):08x}"
 
 
-def write_file(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
+def write_file(path: Path, pieces: Iterable[memoryview | Source]) -> FileEntry:
     """Writes the bytes of `pieces` to the new file `path` and waits until the disk has them."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -69,21 +80,26 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
     return FileEntry(size, "".join(sums))
 
 
-def _blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+def _blocks(pieces: Iterable[memoryview | Source]) -> Iterator[memoryview]:
     """The bytes of `pieces` in blocks of 4 MiB; each is good until the next one is asked for."""
     room = memoryview(bytearray(BLOCK))
     filled = 0
     for piece in pieces:
-        while piece:
-            part = piece[: BLOCK - filled]
-            piece = piece[len(part) :]
-            if len(part) == BLOCK:
-                yield part
+        start, size = 0, len(piece)
+        while start < size:
+            count = min(BLOCK - filled, size - start)
+            if isinstance(piece, memoryview) and count == BLOCK:
+                yield piece[start : start + count]
+                start += count
                 continue
-            np.copyto(
-                np.frombuffer(room[filled : filled + len(part)], "u1"), np.frombuffer(part, "u1")
-            )
-            filled += len(part)
+            part = room[filled : filled + count]
+            if isinstance(piece, memoryview):
+                np.copyto(
+                    np.frombuffer(part, "u1"), np.frombuffer(piece[start : start + count], "u1")
+                )
+            else:
+                piece.read_into(part, start)
+            start, filled = start + count, filled + count
             if filled == BLOCK:
                 yield room
                 filled = 0

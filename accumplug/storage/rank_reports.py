@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, OverwrittenError
 from accumplug.storage.files import UNSUPPORTED, FileEntry, fsync_directory
 from accumplug.storage.json import dump_json, parse_json
 
@@ -28,7 +28,8 @@ def report_files(work: Path, rank: int, files: dict[str, FileEntry]) -> None:
 def report_failure(work: Path, rank: int, error: BaseException) -> None:
     """Reports that this rank could not write its files, if the disk still takes the report."""
     try:
-        _put(work, rank, {"error": f"{error}"})
+        overwritten = isinstance(error, OverwrittenError)
+        _put(work, rank, {"error": f"{error}", "overwritten": overwritten})
     except OSError:
         pass  # rank 0 stops waiting after its timeout
 
@@ -73,7 +74,8 @@ def collect_reports(work: Path, world_size: int, timeout: float) -> list[dict[st
         path = _path_of(work, missing[0])
         if (report := _get(path)) is not None:
             if "error" in report:
-                raise RuntimeError(f"rank {missing[0]} could not write its part: {report['error']}")
+                kind = OverwrittenError if report["overwritten"] else RuntimeError
+                raise kind(f"rank {missing[0]} could not write its part: {report['error']}")
             reports.append({name: FileEntry(**item) for name, item in report["files"].items()})
             path.unlink()
             del missing[0]

@@ -14,13 +14,14 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from accumplug.errors import CheckpointError
-from accumplug.storage.files import THREADS, FileEntry, read_file, write_file
+from accumplug.storage.files import THREADS, FileEntry, Source, read_file, write_file
 from accumplug.storage.json import MAX_JSON, dump_json, parse_json
 
 DTYPES = {
@@ -46,9 +47,15 @@ METADATA = "__metadata__"  # the one name that the format keeps for itself
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    sources: Mapping[int, Source] = MappingProxyType({}),
 ) -> FileEntry:
-    """Writes `tensors` (any device, any strides, dtypes of `DTYPES`) to the new file `path`."""
+    """Writes `tensors` (any device, any strides, dtypes of `DTYPES`) to the new file `path`.
+
+    `sources` give the bytes of tensors, by id, when it is their turn.
+    """
     # Whole multiples of ALIGN bytes first, so that all of these start at one; then wide dtypes.
     sizes = {n: t.numel() * t.dtype.itemsize for n, t in tensors.items()}
     keys = [(sizes[n] % ALIGN != 0, -t.dtype.itemsize) for n, t in tensors.items()]
@@ -69,10 +76,11 @@ def write_tensors(
     if len(text) > MAX_JSON:
         raise ValueError(f"{path.name}: a header of {len(text)} bytes, more than {MAX_JSON}")
 
-    def pieces() -> Iterator[memoryview]:
+    def pieces() -> Iterator[Source | memoryview]:
         yield memoryview(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            yield raw(tensor.detach().cpu().contiguous())
+            source = sources.get(id(tensor))
+            yield raw(tensor.detach().cpu().contiguous()) if source is None else source
 
     return write_file(path, pieces())
 

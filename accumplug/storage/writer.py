@@ -21,8 +21,9 @@ class Writer:
     """Writes checkpoints into `directory`, on each rank the files of that rank.
 
     Every rank submits the same saves in the same order. The tensors of a job must not change
-    until `wait` returns or the next `submit` does. Several ranks need a `token` that is the same
-    on all of them and new in each run, and a directory that all of them see.
+    until `wait` returns or the next `submit` does, its `live` ones until `job.live.release()` does.
+    Several ranks need a `token` that is the same on all of them and new in each run, and a
+    directory that all of them see.
 
         writer = Writer("runs/a", keep=2)
         writer.submit(Job({"update": 3, "micro_batch": 52}, {"model": encode(model.state_dict())}))
@@ -142,6 +143,7 @@ class Writer:
         except Exception as error:
             self._failure = job, error
         finally:
+            job.live.close()
             self._idle.set()
 
     def _prepare(self) -> None:
