@@ -105,8 +105,8 @@ def test_the_position_is_the_number_of_items_that_were_trained_on(read):
 
 
 def test_next_inside_of_the_block_is_a_prefetch_like_any_other():
-    """The data end inside of the last block."""
-    model, sizes = network(), []
+    """The data end inside of the last block; the position is that of the blocks."""
+    model, sizes, seen = network(), [], []
     accum = Accumulator(STEPS, optimizer=SGD(model.parameters(), 0.0))
     accum.on_update(lambda: sizes.append(accum.last.micro_batches))
     for _ in range(2):
@@ -116,6 +116,8 @@ def test_next_inside_of_the_block_is_a_prefetch_like_any_other():
             with accum(model):
                 accum.backward(mean_loss(model, batch))
                 batch = next(items, None)
+            seen.append(accum.position)
+    assert seen == [1, 2, 3, 4, 5, 6, 0] * 2
     assert (sizes, accum.pending, accum.epoch) == ([4, 3, 4, 3], 0, 2)
 
 
