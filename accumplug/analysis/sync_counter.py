@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.amp import GradScaler
-from torch.distributed import ProcessGroup
+from torch.distributed import GradBucket, HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel

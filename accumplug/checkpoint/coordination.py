@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 
 from accumplug.parallel.group import DataParallelGroup
+from accumplug.parallel.private import require
 
+PURPOSE = "what ranks tell each other about checkpoints"
 LOOK = 0.05  # seconds between two looks at the store for what others ask; one costs about 0.1 ms
 LEAVING = 60.0  # seconds that rank 0 waits at the end for the others to end as well
 PATIENCE = 0.5  # seconds that a rank waits for the others at the end of a block, and 2 blocks more
@@ -39,6 +41,7 @@ class RankStore:
     def __init__(self, ranks: DataParallelGroup) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         # torch 2.13: there is no public name for the store of the default group
+        require(dist.distributed_c10d, ["_get_default_store"], PURPOSE)
         store = dist.distributed_c10d._get_default_store()
         members = dist.get_process_group_ranks(ranks.group)
         name = f"accumplug/{zlib.crc32(f'{members}'.encode()):08x}"
@@ -149,7 +152,10 @@ def _timeout_of(group: Any) -> float:
     cpu = "cpu" in dist.get_backend_config(group)
     device = torch.device("cpu") if cpu else torch.accelerator.current_accelerator()
     # torch 2.13: no public name gives the timeout of a group
-    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    require(group, ["_get_backend"], PURPOSE)
+    options = group._get_backend(device).options
+    require(options, ["_timeout"], PURPOSE)
+    seconds: float = options._timeout.total_seconds()
     return seconds
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from accumplug.parallel.group import DataParallelGroup
-from accumplug.storage.codec import TensorShard
+from accumplug.storage.codec import TensorShard, local_shard
 from accumplug.storage.layout import Checkpoint, read_part
 
 
@@ -97,12 +96,10 @@ def to_dtensor(shards: Sequence[TensorShard], target: Any) -> DTensor:
     mesh, placements = target.device_mesh, target.placements
     if list(target.shape) != first.global_shape:  # an optimizer may keep another shape
         placements = tuple(Replicate() if dim is None else Shard(dim) for dim in first.placements)
-    size, at = compute_local_shape_and_global_offset(
-        torch.Size(first.global_shape), mesh, placements
-    )
+    size, at = local_shard(torch.Size(first.global_shape), mesh, placements)
     whole = torch.empty(first.global_shape, device="meta")
     return DTensor.from_local(
-        _cut_out(shards, list(size), list(at)).to(target.device),
+        _cut_out(shards, size, at).to(target.device),
         mesh,
         placements,
         run_check=False,

@@ -71,7 +71,8 @@ class Fetcher:
         if self._known and self._stateful is not None:
             self._stateful.load_state_dict(self._known[min(self._known)]["protocol"])
         self._iterator = iter(loader)
-        self._by_index = _reads_by_index(loader)
+        # where that name is gone (or in a DataLoader with an __iter__ of its own), items are read
+        self._by_index = _reads_by_index(loader) and hasattr(self._iterator, "_sampler_iter")
         # Workers draw from generators of their own; nothing in this process moves.
         self._captures = not getattr(loader, "num_workers", 0) or self._stateful is not None
         return self

@@ -24,8 +24,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accumplug.dataloading import sampler_order
 from accumplug.dataloading.saved_position import MALFORMED
 from accumplug.errors import CheckpointError, MovedError
+from accumplug.parallel.private import require
 
 T = TypeVar("T")
+PURPOSE = "resuming on another number of ranks"
 State = dict[str, Any]
 Batches = list[list[int]]
 
@@ -124,7 +126,7 @@ def use_batches(loader: Any, batches: Batches) -> Iterator[None]:
         vars(base)["batch_sampler"] = batches
         _keep(base, batches)
         if getattr(base, "_index_sampler", None) is not batches:  # what an iterator asks for
-            raise MovedError("DataLoader._index_sampler", "resuming on another number of ranks")
+            raise MovedError("DataLoader._index_sampler", PURPOSE)
         yield
     finally:
         vars(base)["batch_sampler"] = kept
@@ -132,7 +134,9 @@ def use_batches(loader: Any, batches: Batches) -> Iterator[None]:
 
 
 def _keep(base: Any, batches: Any) -> None:
+    require(base, ["_iterator"], PURPOSE)
     if base._iterator is not None:
+        require(base._iterator, ["_index_sampler"], PURPOSE)
         base._iterator._index_sampler = batches
 
 

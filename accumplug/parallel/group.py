@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accumplug.parallel.private import require
+
 _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """For each process group that reduces on devices only: one of the same ranks over gloo."""
 
@@ -57,6 +59,7 @@ class DataParallelGroup:
             self.compared = True
             return
         # torch 2.13: there is no public name for the store of the default group
+        require(dist.distributed_c10d, ["_get_default_store"], "comparing options between ranks")
         store = dist.distributed_c10d._get_default_store()
         if not self._options:
             name = f"accumplug/options/{dist.get_process_group_ranks(self.group)}"
@@ -185,9 +188,7 @@ def _host_group(group: Any) -> Any:
 def _timeout(group: Any) -> timedelta | None:
     """How long `group` waits for a rank; None if it does not say."""
     # torch 2.13: there is no public name for it
-    try:
-        options = group._get_backend(torch.device("cuda")).options
-    except (AttributeError, RuntimeError):
-        return None
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
+    with suppress(AttributeError, RuntimeError):
+        timeout = group._get_backend(torch.device("cuda")).options._timeout
+        return timeout if isinstance(timeout, timedelta) else None
+    return None

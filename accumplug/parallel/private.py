@@ -11,4 +11,4 @@ def require(owner: object, names: Iterable[str], purpose: str) -> None:
     """Raise MovedError unless `owner` has all of its private `names`."""
     for name in names:
         if not hasattr(owner, name):
-            raise MovedError(f"{type(owner).__name__}.{name}", purpose)
+            raise MovedError(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", purpose)

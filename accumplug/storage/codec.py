@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed import tensor as dtensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from accumplug.parallel.private import require
 from accumplug.storage.safetensors_io import METADATA, NAMES
 
 MAX_DEPTH = 64  # containers in containers; far from the depth at which json gives up
@@ -238,15 +240,24 @@ def _sparse_parts(value: Tensor) -> dict[str, Any]:
     }
 
 
+def local_shard(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[list[int], list[int]]:
+    """The size of this rank's shard of a DTensor, and where it begins in the whole."""
+    purpose = "the shards of a DTensor in a checkpoint"
+    require(dtensor, ["_utils"], purpose)
+    require(dtensor._utils, ["compute_local_shape_and_global_offset"], purpose)
+    size, at = dtensor._utils.compute_local_shape_and_global_offset(shape, mesh, placements)
+    return list(size), list(at)
+
+
 def _shard_of(value: DTensor) -> dict[str, Any]:
-    _, offsets = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
+    _, offsets = local_shard(value.shape, value.device_mesh, value.placements)
     if unknown := [p for p in value.placements if type(p) not in (Shard, Replicate)]:
         raise ValueError(f"a tensor that is placed as {unknown[0]} can't be saved in shards")
     return {
         "local": value.to_local(),
-        "offsets": list(offsets),
+        "offsets": offsets,
         "global_shape": list(value.shape),
         "placements": [p.dim if isinstance(p, Shard) else None for p in value.placements],
     }

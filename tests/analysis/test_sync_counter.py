@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from accumplug.accumulator import Accumulator

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from training import Run, Setup, Wrapped, difference, momentum
 
 from accumplug import Accumulator, Checkpointer
@@ -88,6 +89,20 @@ def test_the_order_of_any_kind_of_loader_is_gone_on_with(setup: Setup, tmp_path:
 def test_workers_are_brought_to_the_place(tmp_path: Path) -> None:
     """Their random numbers go on where they were, as each item before was drawn again."""
     go_on_from_each(Setup(loader="two workers"), tmp_path, stops=(5, 8, 10))
+
+
+def test_where_indices_are_not_found_in_an_iterator_items_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DataLoader may have an `__iter__` of its own, and a later torch keep them elsewhere."""
+    make = DataLoader._get_iterator
+
+    def moved(loader: DataLoader[Any]) -> Any:
+        iterator = make(loader)
+        return (item for item in iterator)
+
+    monkeypatch.setattr(DataLoader, "_get_iterator", moved)
+    go_on_from_each(Setup(), tmp_path, stops=(2, 8, 13))
 
 
 def test_several_resumes_in_a_row_change_nothing(tmp_path: Path) -> None:

@@ -29,3 +29,14 @@ def test_a_loader_that_reads_its_batches_elsewhere_is_named() -> None:
     moved = pytest.raises(MovedError, match=r"moved DataLoader\._index_sampler")
     with moved, use_batches(Newer(range(6), 2), [[0]]):  # type: ignore[arg-type]
         pass
+
+
+def test_an_iterator_that_keeps_its_batches_elsewhere_is_named() -> None:
+    """With persistent_workers, what it was made with would be trained on again, in silence."""
+    loader = DataLoader(range(6), 2)  # type: ignore[arg-type]
+    loader._iterator = object()  # type: ignore[assignment]
+    with (
+        pytest.raises(MovedError, match=r"moved object\._index_sampler"),
+        use_batches(loader, [[0]]),
+    ):
+        pass

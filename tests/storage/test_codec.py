@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import tensor as dtensor
 
-from accumplug.errors import CheckpointError
-from accumplug.storage.codec import MAX_DEPTH, encode
+from accumplug.errors import CheckpointError, MovedError
+from accumplug.storage.codec import MAX_DEPTH, encode, local_shard
 from accumplug.storage.decode import decode
 from accumplug.storage.json import dump_json, parse_json
 from accumplug.storage.safetensors_io import read_tensors, write_tensors
@@ -471,3 +472,10 @@ def test_a_tree_nested_too_deep_is_refused():
             decode(json.loads("[" * depth + "]" * depth), {}, Path("m.json"))
     with pytest.raises(CheckpointError, match=r"^m\.json: not valid JSON"):
         parse_json(b"[" * 100_000 + b"]" * 100_000, Path("m.json"))
+
+
+def test_a_torch_that_places_shards_otherwise_is_named(monkeypatch):
+    """Before anything is written; nothing else of a checkpoint needs that function."""
+    monkeypatch.delattr(dtensor._utils, "compute_local_shape_and_global_offset")
+    with pytest.raises(MovedError, match=r"moved .*\.compute_local_shape_and_global_offset"):
+        local_shard(torch.Size([4]), None, [])
