@@ -353,7 +353,8 @@ class Accumulator:
             model: what embeds, as wrapped for the ranks, or several of them in a list.
             batch: as in `split`.
             size: rows of a part.
-            loss: a mean over rows, as a function of what `embed` returns, for all rows.
+            loss: a mean over rows, as a function of what `embed` returns, for all rows. What else
+                it has a gradient for, such as a temperature, is trained as well.
             embed: from a part to its embeddings, a tensor of rows or several. By default the
                 model is called with the part (with its values, if it is a tuple or a dict).
 

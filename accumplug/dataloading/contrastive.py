@@ -72,7 +72,7 @@ def contrastive(
             found.append(_sides(embed(part)))
     torch.clear_autocast_cache()  # torch 2.8 to 2.10 would reuse its casts, which have no graph
     own = [torch.cat(side).requires_grad_() for side in zip(*found, strict=True)]
-    value, gradients, everyone = _loss_of_all(group, own, rows, loss)
+    value, gradients, everyone, used = _loss_of_all(group, own, rows, loss)
     begin = 0
     for part in blocks.split(batch, size):
         count = items_in(part)
@@ -83,6 +83,8 @@ def contrastive(
             pairs = zip(sides, gradients, strict=True)
             products = [(s * g[begin : begin + count]).sum() for s, g in pairs]
             surrogate = everyone * torch.stack(products).sum()
+            for parameter, gradient in used:  # every rank has all of it: the sum is over its rows
+                surrogate = surrogate + count * (parameter * gradient).sum()
             # its value is the loss, for the log; its gradient is that of the embeddings
             surrogate = surrogate - surrogate.detach() + count * value
             blocks.backward(surrogate, reduction="sum")
@@ -111,8 +113,9 @@ def _sides(embeddings: Any) -> tuple[Tensor, ...]:
 
 def _loss_of_all(
     group: DataParallelGroup, own: list[Tensor], rows: int, loss: Callable[..., Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...], int]:
-    """The loss over the rows of all ranks, its gradient for this rank's, and how many there are."""
+) -> tuple[Tensor, Sequence[Tensor], int, list[tuple[Tensor, Tensor]]]:
+    """The loss over the rows of all ranks, its gradient for this rank's, and how many there are;
+    and for what else the loss has used: a temperature that is learnt."""
     everyone, counts = rows, [rows]
     sides = own
     if group.size > 1:
@@ -123,8 +126,27 @@ def _loss_of_all(
         value = loss(*sides)
         if value.numel() != 1:
             raise ValueError(f"loss returns one element, a mean over rows; got {value.numel()}")
-        gradients = torch.autograd.grad(value, own)
-    return value.detach(), gradients, everyone
+        used = _leaves_behind(value, own)
+        gradients = torch.autograd.grad(value, [*own, *used])
+    mine, theirs = gradients[: len(own)], gradients[len(own) :]
+    return value.detach(), mine, everyone, list(zip(used, theirs, strict=True))
+
+
+def _leaves_behind(value: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that `value` has a gradient for, but those in `known`."""
+    seen: set[Any] = set()
+    found: dict[int, Tensor] = {}
+    nodes = [value.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        nodes += [following for following, _ in node.next_functions]
+    return [leaf for key, leaf in found.items() if key not in {id(one) for one in known}]
 
 
 def _counts(group: DataParallelGroup, rows: int, device: torch.device) -> list[int]:

@@ -81,6 +81,27 @@ def test_any_size_has_the_gradient_of_the_whole_batch(size: int) -> None:
     assert accum.last.weight == ROWS
 
 
+@pytest.mark.parametrize("where", ["in the model", "outside"])
+def test_a_temperature_that_the_loss_uses_is_learnt(where: str) -> None:
+    """As CLIP's, whether or not it belongs to the model."""
+    model, temperature = Towers(), nn.Parameter(torch.tensor(-1.5))
+    if where == "in the model":
+        model.temperature = temperature
+    start, cold = copy.deepcopy(model), temperature.detach().clone().requires_grad_()
+
+    def loss(one: Any, other: Any, heat: Any) -> Any:
+        scores, right = one @ other.T / heat.exp(), torch.arange(len(one))
+        return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+    expected = torch.autograd.grad(loss(*start(*pairs()), cold), cold)[0]
+    optimizer = torch.optim.SGD(list({*model.parameters(), temperature}), lr=1.0)
+    accum = Accumulator(None, optimizer=optimizer)
+    accum.contrastive(
+        model, batch=pairs(), size=5, loss=lambda one, other: loss(one, other, temperature)
+    )
+    assert (cold - temperature).item() == pytest.approx(float(expected), rel=1e-12)
+
+
 def test_a_window_may_be_several_batches() -> None:
     """Each has its own negatives; they count by their rows, and the last one is a tail."""
     model = Towers()
