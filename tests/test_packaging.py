@@ -85,8 +85,9 @@ def test_the_package_imports_what_it_declares() -> None:
 
 
 def test_the_tests_declare_what_they_import() -> None:
-    """`pip install accumplug[test]` runs all of them."""
-    assert imported("tests") <= DECLARED[""] | DECLARED["test"]
+    """`pip install accumplug[test]` runs all of them but TRL's, which need its 280 MB."""
+    skipped = {"trl", "datasets"}
+    assert imported("tests") - skipped <= DECLARED[""] | DECLARED["test"]
 
 
 def extras_of(recipe: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,6 +216,8 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
 
     def _accum_items(self, inputs: dict[str, Any]) -> int | None:
         """The target tokens of a micro-batch; None if it has no labels."""
+        if not isinstance(inputs, Mapping):  # GRPO: prompts that it generates answers to
+            return None
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if not isinstance(labels, Tensor):
             return None
@@ -228,6 +230,8 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
             return self._accum_weight(inputs)
         if items is not None:
             return items
+        if not isinstance(inputs, Mapping):  # its micro-batches are of equal rows
+            return 1
         rows = [
             len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()
         ]
@@ -454,6 +458,11 @@ def _refuse(trainer: AccumTrainerMixin) -> None:
             window and getattr(args, "enable_jit_checkpoint", False),
             "checkpoint_window=True with enable_jit_checkpoint=True, which throws the window away; "
             "signals= saves it",
+        ),
+        (
+            window and hasattr(trainer, "_buffered_inputs"),
+            f"checkpoint_window=True in {type(trainer).__name__}, which generates its own "
+            f"micro-batches and has them in memory only",
         ),
     ):
         if refused:
