@@ -62,7 +62,9 @@ def _sampled(tensor: Tensor) -> bytes:
     if values.dtype.is_floating_point and values.element_size() == 1:
         values = values.view(torch.uint8)  # float8 can't be indexed
     # An odd step: an even one would meet the same few columns in each row.
-    picked = torch.take(values, torch.arange(0, size, max(1, size // SAMPLES) | 1))
+    picked = torch.take(
+        values, torch.arange(0, size, max(1, size // SAMPLES) | 1, device=values.device)
+    )
     return picked.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes()
 
 

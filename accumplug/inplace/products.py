@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from accumplug.inplace.engine import (
 from accumplug.inplace.sums import Part, Sum
 
 PIECE = 2**20  # elements of the largest temporary where a product and its sum differ in dtype
+DEVICE_PIECE = 2**24  # the same where a kernel's start costs more than a cache saves
 WIDE = 2**22  # elements of a matrix that no cache holds
 COLUMNS = 256  # of such a matrix that each thread multiplies at a time
 
@@ -140,18 +142,35 @@ def _gains_from_pieces(x: Tensor, matrix: Tensor) -> bool:
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, with no temporary of the size of `total`.
 
-    torch (2.13) has no GEMM on the CPU that adds a half precision product to an fp32
-    matrix, so that one goes a few rows at a time, each piece small enough to stay in the
+    One GEMM with beta 1. torch (2.13) has none on the CPU that adds a half precision product to
+    an fp32 matrix, so that one goes a few rows at a time, each piece small enough to stay in the
     cache. In fp16, which is not done in hardware there, it is multiplied in fp32.
     """
     if left.dtype is total.dtype:
         total.addmm_(left, right)
     elif left.dtype is torch.float16 and total.is_cpu:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
+    elif not total.is_cpu and _widens(total.device, left.dtype, total.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        rows = max(1, PIECE // right.shape[1])
+        rows = max(1, (PIECE if total.is_cpu else DEVICE_PIECE) // right.shape[1])
         for piece, factor in zip(torch.split(total, rows), torch.split(left, rows), strict=True):
             piece.add_(factor.mm(right))
+
+
+@functools.cache
+def _widens(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether `device` has a GEMM that adds a product in `dtype` to a matrix in `wide`.
+
+    Some versions of torch have the overload, and refuse a matrix in another dtype than the factors.
+    """
+    total = torch.zeros(8, 8, dtype=wide, device=device)
+    factor = torch.zeros(8, 8, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=wide, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor, padding_idx: int) -> None:

@@ -104,3 +104,11 @@ def test_it_costs_microseconds_for_a_batch_of_any_size() -> None:
         fingerprint(batch)
         took.append(time.perf_counter() - start)
     assert min(took) < 200e-6  # 38 MB, of which 64 values are read
+
+
+def test_items_are_read_where_they_are_whatever_the_default_device() -> None:
+    """As with `torch.set_default_device("cuda")` and a loader that gives host memory."""
+    item = torch.arange(1000.0)
+    expected = fingerprint(item)
+    with torch.device("meta"):
+        assert fingerprint(item) == expected

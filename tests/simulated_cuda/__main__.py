@@ -14,5 +14,17 @@ os.environ["SIMULATED_CUDA"] = sys.argv[1]  # for the ranks of tests
 device.load(sys.argv[1])
 
 import pytest  # noqa: E402  the devices come first
+import torch.distributed as dist  # noqa: E402
 
+from simulated_cuda import group  # noqa: E402, F401  registers the groups
+
+_init = dist.init_process_group
+
+
+def _mixed(backend: str, *args: object, **options: object) -> None:
+    """A build of torch without CUDA crashes where gloo is given tensors of a device."""
+    _init("simulated_mixed" if backend == "gloo" else backend, *args, **options)
+
+
+dist.init_process_group = _mixed
 sys.exit(pytest.main(sys.argv[2:]))

@@ -167,8 +167,11 @@ bool is_pinned(const void* data) {
 // -- random numbers ----------------------------------------------------------------------------
 
 at::Generator& device_generator(c10::DeviceIndex index) {
-  static std::vector<at::Generator> generators;
-  while (generators.size() < kDevices) generators.push_back(at::detail::createCPUGenerator(0));
+  static std::vector<at::Generator> generators = [] {  // once, whichever thread asks first
+    std::vector<at::Generator> made;
+    while (made.size() < kDevices) made.push_back(at::detail::createCPUGenerator(0));
+    return made;
+  }();
   return generators[index];
 }
 
@@ -295,6 +298,17 @@ Tensor& set_tensor(Tensor& tensor, const Tensor& source) {
 
 void record_stream(Tensor&, c10::Stream) {}
 
+// One GEMM in half precision with sums in fp32, which a CPU does not have.
+Tensor& addmm_widened(
+    const Tensor& self, const Tensor& left, const Tensor& right, c10::ScalarType dtype,
+    const c10::Scalar& beta, const c10::Scalar& alpha, Tensor& out) {
+  TORCH_CHECK(out.scalar_type() == dtype && self.scalar_type() == dtype, "self and out_dtype differ");
+  Silence silence;
+  const Tensor product = at::mm(as_host(left).to(dtype), as_host(right).to(dtype));
+  as_host(out).copy_(as_host(self).mul(beta).add_(product, alpha));
+  return out;
+}
+
 bool reads_back(const std::string& name, const torch::jit::Stack& arguments) {
   static const std::set<std::string> names = {
       "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
@@ -405,6 +419,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("record_stream", record_stream);
+  library.impl("addmm.dtype_out", addmm_widened);
   // torch would make these of their out= variants, which warn of the shape of a scalar's buffer
   for (const char* name : {"mse_loss", "smooth_l1_loss"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());

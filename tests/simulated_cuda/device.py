@@ -106,6 +106,15 @@ def _index(device: Any) -> int:
     return int(_library.current_device()) if index is None else index
 
 
+def _exchange(index: int) -> int:
+    """Make a device the current one; the one before, or -1 if it is left alone."""
+    if index < 0:
+        return -1
+    before = int(_library.current_device())
+    _library.set_device(index)
+    return before
+
+
 class Generator:
     """The default generator of a device."""
 
@@ -212,6 +221,8 @@ def load(library: str) -> None:
         "device_count": lambda: COUNT,
         "current_device": lambda: int(_library.current_device()),
         "set_device": lambda device: _library.set_device(_index(device)),
+        "_exchange_device": _exchange,
+        "_maybe_exchange_device": _exchange,
         "get_device_name": lambda device=None: "simulated",
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,

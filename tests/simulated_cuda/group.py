@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -139,6 +140,10 @@ class SimulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         device._wait()
         self._channels["cuda"].barrier().wait()
         return _Done([])
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What has the group's options."""
+        return SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT))
 
     def getBackendName(self) -> str:
         """What torch shows."""

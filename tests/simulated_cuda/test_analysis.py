@@ -72,7 +72,7 @@ def stepped(rank: int) -> tuple[float, list[float]]:
     return step.loss, torch.cat([p.detach().cpu().flatten() for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("backend", ["simulated_mixed"])
+@pytest.mark.parametrize("backend", ["simulated_mixed", "simulated_nccl"])
 def test_one_step_over_two_devices_is_that_of_all_targets(gpus: Ranks, backend: str) -> None:
     """The first rank has one target, in its second micro-batch; the other one has six."""
     found = gpus.run(2, stepped, backend=backend)

@@ -5,6 +5,7 @@ torch is imported by no line at the top: the devices come first.
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +15,7 @@ from simulated_cuda import device
 
 def serve(pipe: Connection, port: int, library: str) -> None:
     """Load the devices, then torch, and do what is told."""
+    faulthandler.enable()  # a process that dies says where
     device.load(library)
     from ranks import harness
 
