@@ -153,6 +153,8 @@ class AccelerateHost(Host):
         if one is not None and one.counted and one.running:
             return one.open_block()
         running = self._watch.running() if self._watch.passes else []
+        if not running:
+            self._say_uncounted()
         if not any(one is self._pass for one in running):
             self._pass = running[-1] if running else None
             if len(running) > 1 and not self._warned:
@@ -163,6 +165,24 @@ class AccelerateHost(Host):
                     stacklevel=7,
                 )
         return self._pass is not None and self._pass.open_block()
+
+    def _say_uncounted(self) -> None:
+        """No prepared loader is being iterated over: say it if one was read to its end first."""
+        one = self._pass
+        advice = "Let it go through `for batch in accum.batches(loader)`"
+        if one is not None and not one.counted and one.blocks and not one.closed:
+            raise RuntimeError(
+                f"a prepared loader has ended after {one.blocks} of its batches had a block, and "
+                f"blocks go on: the loop reads ahead, and this pass can't be counted. {advice}"
+            )
+        uncounted = any(not p.blocks for p in self._watch.passes)
+        if not self._warned and (uncounted or (one is not None and not one.counted)):
+            self._warned = True
+            warnings.warn(
+                f"a prepared loader was read to its end before this block. If the loop trains on "
+                f"its batches, the end of the data can't be seen: windows go on over it. {advice}",
+                stacklevel=8,
+            )
 
     def count_block(self) -> None:
         """The block has ended well."""

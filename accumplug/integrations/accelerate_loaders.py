@@ -29,6 +29,8 @@ class LoaderPass:
     ended: bool = False
     """The loader has fetched its last batch."""
     blocks: int = 0
+    closed: bool = False
+    """A block has been its last one, as far as was known."""
 
     @property
     def running(self) -> bool:
@@ -53,7 +55,8 @@ class LoaderPass:
         """A block begins; return whether it is the last one of the pass."""
         items = self.items
         if not self.counted:
-            return self._open_uncounted(self.loader())
+            self.closed = self._open_uncounted(self.loader())
+            return self.closed
         self._count()
         if items.reads_ahead is False:
             items.done = max(items.done, items.handed_out - 1)

@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from textbook import big_batch, data, gradients, mean_loss, network, relative
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accumplug import Accumulator
 
@@ -316,3 +317,47 @@ def test_a_last_part_that_the_loop_leaves_out_ends_its_item_all_the_same():
             with accum(model):
                 accum.backward(mean_loss(model, part))
     assert (sizes, accum.pending, accum.epoch) == ([4], 0, 1)
+
+
+DISPATCH = DataLoaderConfiguration(dispatch_batches=True)
+
+
+def dispatched(read, config, iterable=False):
+    """Sizes of the windows of a pass through a prepared loader, as `read` gives its batches."""
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    net, sizes = network(), []
+    accum = Accumulator(STEPS, accelerator=accelerator)
+    items = [(x[0], y[0]) for x, y in data([1] * ITEMS)]
+    loader = DataLoader(Stream(items) if iterable else items, batch_size=1)
+    model, optimizer, loader = accelerator.prepare(net, SGD(net.parameters(), 0.0), loader)
+    for batch in read(loader):
+        with accum(model) as micro:
+            accelerator.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        if micro.closes:
+            sizes.append(micro.index + 1)
+    return sizes
+
+
+class Stream(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_a_loader_that_can_not_be_counted_is_refused_where_the_loop_reads_ahead(iterable):
+    """Before the tail's first block; one that is read item by item is right."""
+    assert dispatched(iter, DISPATCH, iterable) == [4, 3]
+    with pytest.raises(RuntimeError, match="after 4 of its batches .* can't be counted"):
+        dispatched(window_by_window, DISPATCH, iterable)
+
+
+@pytest.mark.parametrize("config", [None, DISPATCH])
+def test_a_prepared_loader_that_was_read_whole_before_the_first_block_is_told(config):
+    """It may as well have been that of an evaluation."""
+    with pytest.warns(UserWarning, match="read to its end before .* end of the data can't be seen"):
+        assert dispatched(all_first, config) == [4]
