@@ -3,17 +3,20 @@ whenever the step comes, whoever takes it, and whoever else writes into them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from forks import fork
 from slow_disk import SlowDisk
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -22,6 +25,7 @@ from training import difference
 from accumplug import Accumulator, Checkpointer
 from accumplug.storage.codec import encode
 from accumplug.storage.commit import Job
+from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint
 from accumplug.storage.live import LiveTensors
 from accumplug.storage.writer import Writer
 
@@ -311,3 +315,39 @@ def test_a_copy_that_fails_before_the_step_gives_the_save_up(tmp_path: Path) -> 
         with pytest.raises(RuntimeError, match="could not be copied before the optimizer's step"):
             writer.wait()
     writer.close()
+
+
+def live_until_killed(directory: Path, stopped: Connection, pieces: int, steps: bool) -> None:
+    """Save twice; tell when the second save has come so far, perhaps with the step behind it."""
+    run, disk = Run(Way()), SlowDisk(pieces)
+    with run.checkpointer(directory) as checkpoint:
+        run.train(STEPS)
+        checkpoint.save()
+        run.train(STEPS)
+        with disk.installed():
+            checkpoint.save(wait=False)
+            assert disk.stopped.wait(10)
+            if steps:
+                run.train(STEPS)
+            stopped.send(None)
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("pieces", [0, 5, 13])
+@pytest.mark.parametrize("steps", [False, True], ids=["before the step", "after the step"])
+def test_a_kill_while_live_memory_is_written_leaves_the_checkpoint_before_whole(
+    pieces: int, steps: bool, tmp_path: Path
+) -> None:
+    stopped, told = multiprocessing.Pipe(duplex=False)
+    process = fork(live_until_killed, tmp_path, told, pieces, steps)
+    assert stopped.poll(60)
+    process.kill()
+    process.join(60)
+    assert len(list_checkpoints(tmp_path)) == 1
+    assert list(faults(open_checkpoint(list_checkpoints(tmp_path)[0]), full=True)) == []
+    alone = Run(Way())
+    alone.train(STEPS)
+    resumed = Run(Way(), seed=9)
+    with resumed.checkpointer(tmp_path) as checkpoint:
+        assert checkpoint.resume().update == 1
+    assert difference(resumed.state(), alone.state()) is None
