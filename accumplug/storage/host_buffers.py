@@ -17,12 +17,15 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._held: dict[str, dict[str, Tensor]] = {}
+        self._room: dict[str, dict[str, Tensor]] = {}
+        """What was copied to once: gradients that are gone at a window's start come again."""
 
     def copy(self, part: str, encoded: Encoded) -> Encoded:
         """`encoded` with copies of its tensors. Waits until they are made."""
-        old = self._held.get(part, {})
+        old = self._room.setdefault(part, {})
         held = {name: _room(old.get(name), tensor) for name, tensor in encoded.tensors.items()}
         self._held[part] = held
+        old.update(held)
         for name, tensor in encoded.tensors.items():
             if tensor.is_cpu and tensor.numel() and tensor.stride() == held[name].stride():
                 fill(held[name], tensor.detach())

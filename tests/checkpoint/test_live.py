@@ -351,3 +351,23 @@ def test_a_kill_while_live_memory_is_written_leaves_the_checkpoint_before_whole(
     with resumed.checkpointer(tmp_path) as checkpoint:
         assert checkpoint.resume().update == 1
     assert difference(resumed.state(), alone.state()) is None
+
+
+def test_the_copies_of_gradients_are_made_in_the_same_memory_in_each_window(tmp_path: Path) -> None:
+    """Also after a save at a window's start, which has none: new memory costs page faults."""
+    run = Run(Way())
+    places: list[set[int]] = []
+    with run.checkpointer(tmp_path) as checkpoint:
+        for _ in range(2):
+            run.train(STEPS)
+            checkpoint.save(wait=False).result()
+            run.train(1)
+            checkpoint.save(wait=False).result()
+            buffers = checkpoint._snapshot._buffers
+            assert buffers is not None
+            held = buffers._held["rank-0"]
+            places.append({t.data_ptr() for n, t in held.items() if n.startswith("sums")})
+            run.train(STEPS - 1)
+            run.train(STEPS)
+    assert places[0] == places[1]
+    assert places[0]
