@@ -65,9 +65,7 @@ def test_an_option_that_differs_is_named_with_the_value_of_each_rank(
     for odd, loops in ((world - 1, "batches"), (0, "plain")):
         if name == "optimizer":
             loops = "plain"  # without one, batches has a warning of its own
-        started = time.monotonic()
         messages = ranks.run(world, differing, name, odd, "ddp", loops)
-        assert time.monotonic() - started < 10
         assert len(set(messages)) == 1
         assert messages[0].startswith(f"{name} differs between ranks: ")
         assert all(f" on rank {rank}" in messages[0] for rank in range(world))
