@@ -134,7 +134,7 @@ def _cut_out(shards: Sequence[TensorShard], shape: list[int], at: list[int]) -> 
     first = shards[0]
     if len(shards) == 1 and (list(first.local.shape), first.offsets) == (shape, at):
         return first.local
-    result = torch.empty(shape, dtype=first.local.dtype)
+    result = torch.empty(shape, dtype=first.local.dtype, device=first.local.device)
     missing, seen = math.prod(shape), []
     for shard in shards:
         start, local = shard.offsets, shard.local

@@ -79,8 +79,8 @@ def _whole(values: list[Any]) -> Any:
     if not shards:
         return values[0]
     shape = shards[0].global_shape
-    whole = torch.empty(shape, dtype=shards[0].local.dtype)
-    filled = torch.zeros(shape, dtype=torch.bool)
+    whole = torch.empty(shape, dtype=shards[0].local.dtype, device="cpu")
+    filled = torch.zeros(shape, dtype=torch.bool, device="cpu")
     for shard in shards:
         place = tuple(
             slice(start, start + size)

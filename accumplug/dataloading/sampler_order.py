@@ -28,7 +28,7 @@ def describe(sampler: Any, loader: Any) -> State:
     elif type(sampler) is SequentialSampler:
         return {"kind": "listed", "length": len(sampler)}
     elif isinstance(sampler, (list, tuple, range)) and all(type(i) is int for i in sampler):
-        return {"kind": "listed", "indices": torch.tensor(sampler, dtype=torch.int64)}
+        return {"kind": "listed", "indices": torch.tensor(sampler, dtype=torch.int64, device="cpu")}
     elif type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler":
         return {
             "kind": "random",
@@ -38,7 +38,7 @@ def describe(sampler: Any, loader: Any) -> State:
             **_generator_states(sampler, loader),
         }
     elif type(sampler) is SubsetRandomSampler:
-        indices = torch.tensor(sampler.indices, dtype=torch.int64)
+        indices = torch.tensor(sampler.indices, dtype=torch.int64, device="cpu")
         return {"kind": "subset", "indices": indices, **_generator_states(sampler, loader)}
     elif type(sampler) is WeightedRandomSampler:
         return {

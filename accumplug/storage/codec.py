@@ -95,7 +95,9 @@ class _Encoder:
             return self.tensor(value, path)
         if kind in (tuple, torch.Size):
             if len(value) > LONG and set(map(type, value)) == {int} and _fits(value):
-                return {"$ints": self.tensor(torch.tensor(value, dtype=torch.int64), path)}
+                return {
+                    "$ints": self.tensor(torch.tensor(value, dtype=torch.int64, device="cpu"), path)
+                }
             return {"$tuple": self.sequence(value, path)}
         if kind is Counter:  # the milestones of MultiStepLR
             return {"$counter": self.pairs(value, path)}
@@ -206,7 +208,7 @@ class _Encoder:
         return self.name + "".join(f".{k}" if type(k) is str else f"[{k!r}]" for k in path)
 
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _fits(values: tuple[int, ...]) -> bool:

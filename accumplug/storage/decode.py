@@ -124,7 +124,9 @@ def _restride(stored: Tensor, stride: Any) -> Tensor:
         raise CheckpointError(f"stride {stride!r:.200} does not fit shape {shape}")
     if list(stored.stride()) == stride:
         return stored
-    return torch.empty_strided(shape, stride, dtype=stored.dtype).copy_(stored)
+    return torch.empty_strided(shape, stride, dtype=stored.dtype, device=stored.device).copy_(
+        stored
+    )
 
 
 def _view(stored: Tensor, view: Any) -> Tensor:
@@ -140,7 +142,7 @@ def _view(stored: Tensor, view: Any) -> Tensor:
     have = stored.untyped_storage().nbytes()
     if len(shape) > 64 or need > have or offset % dtype.itemsize:
         raise CheckpointError(f"the view {view!r:.200} needs {need} bytes, there are {have}")
-    result = torch.empty(0, dtype=dtype)
+    result = torch.empty(0, dtype=dtype, device="cpu")
     result.set_(stored.untyped_storage(), offset // dtype.itemsize, shape, stride)
     return result
 

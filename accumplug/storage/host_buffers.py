@@ -54,7 +54,7 @@ def _room(old: Tensor | None, tensor: Tensor) -> Tensor:
     ):
         return old
     return torch.empty_strided(
-        dense.shape, dense.stride(), dtype=dense.dtype, pin_memory=tensor.is_cuda
+        dense.shape, dense.stride(), dtype=dense.dtype, device="cpu", pin_memory=tensor.is_cuda
     )
 
 

@@ -187,7 +187,7 @@ class _Device:
     def fetch(self, room: np.ndarray[Any, Any], tensor: Tensor, start: int, end: int) -> None:
         """Fill `room`, through pinned memory that is used again. In the writer."""
         if self._staging is None:
-            self._staging = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+            self._staging = torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=True)
         staging = self._staging[: end - start]
         with torch.cuda.stream(self._stream):
             staging.copy_(_bytes(tensor)[start:end], non_blocking=True)
@@ -197,7 +197,7 @@ class _Device:
 
     def copy(self, tensor: Tensor, start: int, end: int) -> np.ndarray[Any, Any]:
         """A copy in pinned memory, once `await_copies` is over. In the loop's thread."""
-        room = torch.empty(end - start, dtype=torch.uint8, pin_memory=True)
+        room = torch.empty(end - start, dtype=torch.uint8, device="cpu", pin_memory=True)
         with torch.cuda.stream(self._stream):
             room.copy_(_bytes(tensor)[start:end], non_blocking=True)
             self._copied = self._stream.record_event()

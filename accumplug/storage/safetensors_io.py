@@ -140,7 +140,7 @@ def fill(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _empty(path: Path, name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     try:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     except (RuntimeError, TypeError) as error:  # no such shape, or no memory for it
         raise CheckpointError(f"{path}: tensor {name!r} of shape {shape}: {error}") from error
 
