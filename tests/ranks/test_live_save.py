@@ -94,7 +94,7 @@ def save_while_it_steps(rank: int, directory: Path, sharded: bool, pieces: int) 
     return [difference(resumed.state(), saved), differs, copied > 0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "fully_shard"])
 @pytest.mark.parametrize("pieces", [0, 6, 12])
 def test_a_step_during_the_write_changes_nothing_of_what_the_ranks_save(

@@ -43,4 +43,4 @@ def test_a_file_of_tests_passes_on_the_device(library: Path, file: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 1
+    assert int(passed[1]) >= (1 if file == "ranks/test_partitions.py" else 5)
