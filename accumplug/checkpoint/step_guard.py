@@ -1,4 +1,4 @@
-"""Lets a save in flight have what it still needs before an optimizer changes it."""
+"""Copies what a save in flight still needs before an optimizer changes it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accumplug.storage.live import LiveTensors
 
 
 class StepGuard:
-    """Stands before the steps of all optimizers of the process, while a save is in flight.
+    """A hook before the steps of all optimizers of the process, while a save is in flight.
 
-    Whoever calls `step`, it runs torch's hooks first: accum, a loop, Accelerate, a GradScaler that
-    doesn't skip. An optimizer of other parameters than those of the save is let through.
+    torch runs it for whoever calls `step`: accum, a loop, Accelerate, a GradScaler that doesn't
+    skip. It ignores optimizers whose parameters are not in the save.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class StepGuard:
         self._remove = register_optimizer_step_pre_hook(before_step).remove
 
     def leave(self) -> None:
-        """Stand before no step any more."""
+        """Remove the hook."""
         self._remove()
         self._remove = lambda: None
 

@@ -254,11 +254,11 @@ class DataPass:
         places = [float(i < len(window)) for i in range(steps)] if data_pass.in_step else []
         full = float(len(window) == steps)
         total: Weight = sum(weights, 0.0)
-        lost = float(not window and not self._knows_models())
-        numbers = [float(len(window)), float(bool(window)), full, lost, *places]
+        unknown = float(not window and not self._knows_models())
+        numbers = [float(len(window)), float(bool(window)), full, unknown, *places]
         total, sums = self._group.agree(total, numbers, self._gradients.device)
-        count, data_pass.alive, full, unknowing, *taken = sums
-        data_pass.by_hand = data_pass.by_hand or unknowing > 0
+        count, data_pass.alive, full, all_unknown, *taken = sums
+        data_pass.by_hand = data_pass.by_hand or all_unknown > 0
         if count == 0 or (full == 0 and self._tail == "drop"):
             return False
         # under sync="every" each micro-batch is reduced: who has fewer stands in with weight 0
@@ -312,17 +312,17 @@ class DataPass:
         self._pause(SyncPoint.PASS)
         data_pass.begins = False
         if self._group.size > 1:
-            lost = not (has_data or self._knows_models())
-            data_pass.alive, unknowing = self._group.sum([float(has_data), float(lost)])
-            data_pass.by_hand = unknowing > 0
+            unknown = not (has_data or self._knows_models())
+            data_pass.alive, all_unknown = self._group.sum([float(has_data), float(unknown)])
+            data_pass.by_hand = all_unknown > 0
 
     def _step(self, has_item: float, more: bool) -> bool:
         """Under sync="every", before each micro-batch; return whether no rank has more."""
         data_pass = self._state.data_pass
         assert data_pass is not None
-        lost = float(not has_item and not self._knows_models())
-        data_pass.alive, others, unknowing = self._group.sum([has_item, float(more), lost])
-        data_pass.by_hand = data_pass.by_hand or unknowing > 0
+        unknown = float(not has_item and not self._knows_models())
+        data_pass.alive, others, all_unknown = self._group.sum([has_item, float(more), unknown])
+        data_pass.by_hand = data_pass.by_hand or all_unknown > 0
         return others == 0
 
     def _at_the_end(self, data_pass: DataPassState) -> None:

@@ -503,8 +503,7 @@ class Lifecycle:
     def _compare_options(self) -> None:
         """Where the ranks first meet. In a pass of another Accumulator, some may never come."""
         steps = {"steps": "None" if self.state.steps is None else "a number"}
-        others = [other._state.data_pass for other in self.registry.others]
-        self.group.compare(self.options.shared() | steps, wait=not any(others))
+        self.group.compare(self.options.shared() | steps, wait=not self.registry.others_in_pass())
 
     def before_pass(self) -> None:
         """Compare the options, and say it if a rank whose data end early could not take the

@@ -80,6 +80,10 @@ class Registry:
         """Whether any Accumulator is stepping optimizers now."""
         return any(registry.stepping for registry in Registry.live)
 
+    def others_in_pass(self) -> bool:
+        """Whether another Accumulator goes through data now."""
+        return any(other._state.data_pass is not None for other in self.others)
+
     def count_others(self) -> dict[int, int]:
         """Micro-batches that each other Accumulator has run, by id."""
         return {id(other): other._state.micro_batches for other in self.others}

@@ -49,20 +49,20 @@ class Rendezvous:
         counted = block.kind in COUNTED
         count = float(window.index + counted)
         closing = float(counted or block.kind is BlockKind.FLUSH)
-        company = float(self._registry.ran_concurrently())
-        elements = self._gradients.elements() if company else 0.0
+        concurrent = float(self._registry.ran_concurrently())
+        elements = self._gradients.elements() if concurrent else 0.0
         more = float(data_pass is not None and not data_pass.last)
-        lost = float(not (block.by_hand or self._gradients.models))
-        numbers = [count, more, closing, company, elements, lost]
+        unknown = float(not (block.by_hand or self._gradients.models))
+        numbers = [count, more, closing, concurrent, elements, unknown]
         total, sums = self._group.agree(window.total, numbers, self._gradients.device)
-        counts, alive, closers, companies, all_elements, unknowing = sums
-        if unknowing and self._group.size > 1:
+        counts, alive, closers, all_concurrent, all_elements, all_unknown = sums
+        if all_unknown and self._group.size > 1:
             self._reduce_by_hand(block, closers)
-        if companies:
+        if all_concurrent:
             uneven = counts != self._group.size * count
-            everywhere = companies == self._group.size
+            everywhere = all_concurrent == self._group.size
             differ = everywhere and all_elements != self._group.size * elements
-            self._refuse_company(state, alive, uneven or differ)
+            self._refuse_concurrent(state, alive, uneven or differ)
         if data_pass is not None and not data_pass.in_step:
             data_pass.alive = alive
         if block.kind not in COUNTED:
@@ -107,7 +107,7 @@ class Rendezvous:
             )
         block.by_hand = True
 
-    def _refuse_company(self, state: LoopState, alive: float, uneven: bool) -> None:
+    def _refuse_concurrent(self, state: LoopState, alive: float, uneven: bool) -> None:
         """Another Accumulator runs in this pass, whose windows a rank without data can't join.
 
         `uneven`: the ranks have run different numbers of micro-batches, or close the windows of

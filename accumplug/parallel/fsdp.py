@@ -41,9 +41,8 @@ def check_names(root: FSDPModule) -> None:
     """Raise MovedError if this torch has not all that is read here, before anything is done."""
     require(root, ["_get_fsdp_state"], PURPOSE)
     for state in map(_state, _modules(root)):
-        one = ["_fsdp_param_group"] if hasattr(state, "_fsdp_param_group") else []
-        require(state, one or ["_fsdp_param_groups"], PURPOSE)
-        require(state, ["_lazy_init", "_state_ctx"], PURPOSE)
+        groups = "_fsdp_param_group" + "s" * (not hasattr(state, "_fsdp_param_group"))
+        require(state, [groups, "_lazy_init", "_state_ctx"], PURPOSE)
     public = hasattr(root, "finalize_backward")  # from torch 2.15 on
     own = [] if public else ["finalize_backward", "_training_state"]
     for group in _groups(root):
