@@ -28,6 +28,8 @@ LEFT_OUT = {
     "ranks/test_reductions.py": NOT_THERE,
 }
 """Files of tests, and which of their tests are left out."""
+FEW = {"ranks/test_contrastive.py": 4, "ranks/test_partitions.py": 1}
+"""How many have to pass of files that have fewer than five."""
 
 
 @pytest.mark.parametrize("file", LEFT_OUT)
@@ -43,4 +45,4 @@ def test_a_file_of_tests_passes_on_the_device(library: Path, file: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= (1 if file == "ranks/test_partitions.py" else 5)
+    assert int(passed[1]) >= FEW.get(file, 5)
