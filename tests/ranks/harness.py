@@ -146,6 +146,8 @@ def _answer(
     if backend is not None:
         limit = timedelta(seconds=600)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        store.set(f"connected/{rank}", "")  # who ends at once must not leave another connecting
+        store.wait([f"connected/{other}" for other in range(world)], limit)
     gc.freeze()  # torch's own objects: collecting them takes most of a second
     try:
         assert backend is None or dist.get_world_size() == world

@@ -26,6 +26,11 @@ def raise_on_last(rank: int) -> None:
     dist.barrier()
 
 
+def be_quick(rank: int) -> int:
+    """No collective: a rank may end while another still connects."""
+    return rank
+
+
 def hang_on_last(rank: int) -> None:
     """The last rank does something else than the others."""
     if rank == dist.get_world_size() - 1:
@@ -45,6 +50,12 @@ def test_each_run_has_the_ranks_it_asked_for(ranks: Ranks, world: int) -> None:
     """Results come back in the order of the ranks."""
     total = float(sum(range(world)) + 10 * world)
     assert ranks.run(world, sum_of_ranks, 10) == [(r, total, world) for r in range(world)]
+
+
+def test_a_rank_that_ends_at_once_does_not_leave_another_while_it_connects(ranks: Ranks) -> None:
+    """It would die in init_process_group, now and then."""
+    for _ in range(20):
+        assert ranks.run(3, be_quick) == [0, 1, 2]
 
 
 def test_a_rank_that_raises_is_named(ranks: Ranks) -> None:
