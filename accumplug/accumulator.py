@@ -135,9 +135,8 @@ class Accumulator:
         host = Host(bool(options.optimizers))
         if accelerator is not None:
             from accumplug.integrations.accelerate import AccelerateHost
-            from accumplug.integrations.accelerate_state import refuse_late, register_hooks
+            from accumplug.integrations.accelerate_state import register_hooks
 
-            refuse_late(accelerator)
             host = AccelerateHost(accelerator, self.backward, options, state.steps)
             scaler = accelerator.scaler if scaler is None else scaler
         scaler = scaler if scaler is not None and scaler.is_enabled() else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import sys
 
 
 class TornWindowError(RuntimeError):
@@ -30,17 +30,19 @@ class LeaseHeldError(RuntimeError):
 
 
 class MovedError(RuntimeError):
-    """A private part of torch is gone, or means something else than in the versions it was read in.
+    """A private part of a library is gone, or means something else than in the versions that
+    accumplug was tested with.
 
     Args:
         name: the private part.
         purpose: what it is read for.
+        library: the library, which has been imported.
     """
 
-    def __init__(self, name: str, purpose: str) -> None:
+    def __init__(self, name: str, purpose: str, library: str = "torch") -> None:
         super().__init__(
-            f"torch {torch.__version__} moved {name}, which accumplug reads for {purpose}. Use a "
-            f"version of torch that accumplug was tested with (docs/versions.md)"
+            f"{library} {sys.modules[library].__version__} moved {name}, which accumplug reads for "
+            f"{purpose}. Use a version of it that was tested (docs/versions.md)"
         )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accumplug.parallel.group import DataParallelGroup
+from accumplug.parallel.group import DataParallelGroup, timeout_of
 from accumplug.parallel.private import require
 
 PURPOSE = "what ranks tell each other about checkpoints"
@@ -151,12 +151,7 @@ def _timeout_of(group: Any) -> float:
     group = dist.group.WORLD if group is None else group
     cpu = "cpu" in dist.get_backend_config(group)
     device = torch.device("cpu") if cpu else torch.accelerator.current_accelerator()
-    # torch 2.13: no public name gives the timeout of a group
-    require(group, ["_get_backend"], PURPOSE)
-    options = group._get_backend(device).options
-    require(options, ["_timeout"], PURPOSE)
-    seconds: float = options._timeout.total_seconds()
-    return seconds
+    return timeout_of(group, device).total_seconds()
 
 
 class SaveCounts:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accumplug.errors import OptionTypeError
+from accumplug.parallel.private import require
 
 Tail: TypeAlias = Literal["flush", "drop", "carry"]
 Sync: TypeAlias = Literal["last", "every"]
@@ -197,5 +198,7 @@ def unprepared(prepared: Any) -> Any:
     """The torch object inside of a prepared optimizer or scheduler; known by its attributes,
     so that a loop without Accelerate need not import it."""
     while hasattr(prepared, "gradient_state"):
-        prepared = getattr(prepared, "optimizer", None) or prepared.scheduler
+        kind = "optimizer" if isinstance(prepared, Optimizer) else "scheduler"
+        require(prepared, [kind], "the object that was prepared", "accelerate")
+        prepared = getattr(prepared, kind)
     return prepared

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,8 +26,31 @@ from accumplug.integrations.accelerate_loaders import LoaderPass, LoaderWatch
 from accumplug.loop.registry import Registry
 from accumplug.loop.unsupported import ENGINE
 from accumplug.parallel.fsdp import whole
+from accumplug.parallel.private import require
 
 _MISSING = object()
+PURPOSE = "who steps, and when"
+PREPARED = ("_models", "_optimizers", "_schedulers", "step", "_save_model_state_pre_hook")
+STATE = (
+    *("_set_sync_gradients", "sync_gradients", "sync_with_dataloader"),
+    *("_add_dataloader", "dataloader_references"),
+)
+WRAPPED = ("gradient_state", "optimizer", "step_was_skipped")
+"""Names of Accelerator, of its gradient state, and of an optimizer that it has prepared."""
+
+
+def check_accelerate(accelerator: Accelerator, options: Options) -> None:
+    """Raise MovedError if this Accelerate has not all that is read here, before it is used."""
+    require(accelerator, PREPARED, PURPOSE, "accelerate")
+    require(accelerator.gradient_state, STATE, PURPOSE, "accelerate")
+    for optimizer in (*accelerator._optimizers, *options.optimizers):
+        _check_prepared(optimizer)
+
+
+def _check_prepared(optimizer: Any) -> None:
+    # without these names it would be taken for an optimizer of torch, whose step is not seen
+    if isinstance(optimizer, AcceleratedOptimizer):
+        require(optimizer, WRAPPED, PURPOSE, "accelerate")
 
 
 class AccelerateHost(Host):
@@ -39,6 +63,8 @@ class AccelerateHost(Host):
         options: Options,
         steps: int | Callable[[int], int] | None,
     ) -> None:
+        check_accelerate(accelerator, options)
+        _refuse_late(accelerator)
         _refuse(accelerator, options, steps)
         self.accelerator = accelerator
         super().__init__(bool(options.optimizers))
@@ -273,6 +299,7 @@ class AccelerateHost(Host):
             self.stepped = True
 
         for optimizer in self.accelerator._optimizers:
+            _check_prepared(optimizer)  # it may be new
             self._hooks.append(unprepared(optimizer).register_step_post_hook(saw))
 
     def _forget_step_on_load(self) -> None:
@@ -333,6 +360,20 @@ def _refuse(
             "skipped: the scheduler would tick. Let accum take the step: "
             "Accumulator(..., optimizer=...)",
             stacklevel=4,
+        )
+
+
+def _refuse_late(accelerator: Accelerator) -> None:
+    """Raise RuntimeError if load_state has brought back a window before there was an Accumulator.
+
+    `save_state` inside of a window leaves its size, negative, in Accelerate's own counter, which
+    nothing else makes negative; AccelerateHost sets it right in the next block.
+    """
+    if accelerator.step < 0:
+        raise RuntimeError(
+            f"load_state has brought back a run inside of a window, after {-accelerator.step} "
+            f"micro-batches, and there was no Accumulator to take its gradients. Make the "
+            f"Accumulator before accelerator.load_state"
         )
 
 

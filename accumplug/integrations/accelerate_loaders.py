@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any  # Accelerate's loaders and states have no types
 
+from accelerate.data_loader import DataLoaderShard
+
 from accumplug.core.state import ItemCount
+from accumplug.parallel.private import require
 
 
 @dataclass
@@ -123,9 +126,10 @@ class LoaderWatch:
         self.passes = [p for p in self.running() if p.loader() is not loader]
         one = LoaderPass(weakref.ref(loader))
         self.passes.append(one)
-        base = getattr(loader, "base_dataloader", None)
-        if base is None or hasattr(loader, "slice_fn"):  # a dispatcher fetches for all processes
+        if not isinstance(loader, DataLoaderShard):  # a dispatcher fetches for all processes
             return
+        require(loader, ["base_dataloader", "skip_batches"], "the end of the data", "accelerate")
+        base = loader.base_dataloader
 
         def count() -> _Counted:
             del base.__iter__

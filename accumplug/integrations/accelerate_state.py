@@ -23,6 +23,7 @@ from accumplug.errors import CheckpointError
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.loop.registry import Registry
 from accumplug.parallel import fsdp
+from accumplug.parallel.private import require
 from accumplug.storage.codec import encode
 from accumplug.storage.decode import decode
 from accumplug.storage.files import FileEntry
@@ -40,7 +41,7 @@ def register_hooks(own: Lifecycle, accelerator: Any) -> None:
             for stale in _unclaimed(one, Path(directory), accelerator):  # of an earlier save
                 stale.unlink()
             save_window(one, Path(directory), number)
-            if one.state.pending:  # this comes back with load_state, see refuse_late
+            if one.state.pending:  # this comes back with load_state, see accelerate._refuse_late
                 accelerator.step = -one.state.pending
 
     def load(models: Any, directory: Any) -> None:
@@ -67,20 +68,6 @@ def _numbers(accelerator: Any) -> set[int]:
     """Of the Accumulators of `accelerator`: each has files of its own."""
     hooks = accelerator._save_model_state_pre_hook.values()
     return {h.accumplug_number for h in hooks if hasattr(h, "accumplug_number")}
-
-
-def refuse_late(accelerator: Any) -> None:
-    """Raise RuntimeError if load_state has brought back a window before there was an Accumulator.
-
-    `save_state` inside of a window leaves its size, negative, in Accelerate's own counter, which
-    nothing else makes negative; AccelerateHost sets it right in the next block.
-    """
-    if accelerator.step < 0:
-        raise RuntimeError(
-            f"load_state has brought back a run inside of a window, after {-accelerator.step} "
-            f"micro-batches, and there was no Accumulator to take its gradients. Make the "
-            f"Accumulator before accelerator.load_state"
-        )
 
 
 def _unclaimed(own: Lifecycle, directory: Path, accelerator: Any) -> list[Path]:
@@ -121,6 +108,7 @@ def refuse_lossy_saves() -> None:
 
     Before 1.13 it takes `optimizer.state_dict()`, of which `load_state` restores nothing.
     """
+    require(fsdp_utils, ["save_fsdp_optimizer"], "the optimizer's state in a save", "accelerate")
     if "get_optimizer_state_dict" not in fsdp_utils.save_fsdp_optimizer.__code__.co_names:
         raise RuntimeError(
             f"save_state of Accelerate {accelerate.__version__} loses the optimizer's state of a "

@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any, cast
 import lightning.fabric.wrappers as fabric_wrappers
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import MixedPrecision as FabricMixed
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from accumplug.accumulator import Accumulator
 from accumplug.dataloading import rng
+from accumplug.errors import MovedError
 from accumplug.loop.micro_batch import MicroBatch
+from accumplug.parallel.private import require
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -32,7 +36,10 @@ else:
 
 NEEDED = {
     Trainer: ("is_last_batch", "num_training_batches", "strategy", "precision_plugin"),
-    Callback: ("on_train_batch_start", "on_before_optimizer_step", "state_dict"),
+    Callback: (
+        *("on_train_batch_start", "on_after_backward", "on_before_optimizer_step"),
+        "state_dict",
+    ),
     LightningModule: ("backward", "automatic_optimization"),
     fabric_wrappers: ("_in_fabric_backward",),
 }
@@ -91,7 +98,7 @@ class AccumCallback(Base):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Build the Accumulator; go on from a window that a checkpoint has brought."""
         _refuse(trainer, pl_module)
-        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._scaler = _scaler_of(trainer.precision_plugin)
         steps, sync = trainer.accumulate_grad_batches, cast(Any, self._sync)
         self.accum = accum = Accumulator(steps, scaler=self._scaler, sync=sync)
         self._model = trainer.strategy.model
@@ -145,6 +152,13 @@ class AccumCallback(Base):  # type: ignore[misc]
             self._leave(error)
             raise
         self._leave()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Raise MovedError if the backward was not the module's, so not of the block."""
+        if self._block is not None:
+            raise MovedError(
+                "LightningModule.backward", "the backward of a micro-batch", "lightning"
+            )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Finish the sum if training_step returned None in the batch that closes."""
@@ -226,7 +240,7 @@ class FabricAccumulator(Accumulator):
         _refuse_strategy(fabric.strategy, "Fabric")
         several = isinstance(optimizer, (list, tuple))
         bare = [getattr(o, "optimizer", o) for o in (optimizer if several else [optimizer])]
-        scaler = getattr(fabric.strategy.precision, "scaler", None)
+        scaler = _scaler_of(fabric.strategy.precision)
         super().__init__(steps, optimizer=bare, scaler=scaler, **options)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
@@ -267,6 +281,13 @@ def rows(batch: Any) -> int:
             if isinstance(part, (Tensor, Mapping, list, tuple)):
                 return rows(part)
     return 1
+
+
+def _scaler_of(precision: Any) -> Any:
+    """The GradScaler of a precision plugin, or None."""
+    if isinstance(precision, (MixedPrecision, FabricMixed)):
+        require(precision, ["scaler"], "the scale of a loss", "lightning")
+    return getattr(precision, "scaler", None)
 
 
 def _without_numpy(state: rng.State) -> rng.State:

@@ -27,6 +27,7 @@ from accumplug.checkpoint.signals import Signals
 from accumplug.integrations import accelerate_state
 from accumplug.loop.micro_batch import MicroBatch
 from accumplug.parallel.group import DataParallelGroup
+from accumplug.parallel.private import require
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -43,8 +44,18 @@ NEEDED = {
     "_save_rng_state": "writes the random state",
     "_load_rng_state": "reads the random state",
     "_get_output_dir": "says where checkpoint-N belongs",
+    "_prepare_inputs": "moves a micro-batch to the device",
+    "_get_train_sampler": "draws the order of the data",
+    "_track_num_input_tokens": "counts the tokens of a micro-batch",
+    "get_tp_size": "says how many ranks share a tensor",
+    "get_cp_size": "says how many ranks share a context",
+    "get_sp_size": "says how many ranks share a sequence",
 }
 """The methods of Trainer that are overridden or called here, and what each does."""
+IN_A_STEP = ("current_gradient_accumulation_steps", "_loss_shifts_labels")
+IN_A_RUN = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
+"""What Trainer has of itself in a step and in a training: what a loss is divided by, whether labels
+are shifted; the loss that is to be logged, that has been, and when."""
 
 Weigh = Callable[[dict[str, Any]], int]
 
@@ -151,6 +162,7 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
 
     def _accum_begin(self) -> Accumulator:
         """Build the Accumulator, as soon as model and optimizer are prepared."""
+        require(self, IN_A_RUN, "the loss that is logged", "transformers")
         each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         accum = Accumulator(
             self.args.gradient_accumulation_steps,
@@ -188,6 +200,7 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Run one micro-batch in a block; the window's loss when it closes, else 0."""
+        require(self, IN_A_STEP, "the mean of a micro-batch's loss", "transformers")
         accum, closed = self.accum, torch.zeros((), device=self.args.device)
         if isinstance(inputs, Filler) or accum is None:
             return closed
@@ -213,6 +226,10 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """The same as Trainer's; none for a micro-batch that only fills."""
         return 0 if isinstance(inputs, Filler) else int(super().floating_point_ops(inputs))
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        if not isinstance(inputs, Filler):
+            super()._track_num_input_tokens(inputs)
 
     def _accum_items(self, inputs: dict[str, Any]) -> int | None:
         """The target tokens of a micro-batch; None if it has no labels."""
@@ -433,6 +450,14 @@ def _refuse_other_count(trainer: AccumTrainerMixin, micro: MicroBatch, steps_now
         )
 
 
+def _generates(trainer: AccumTrainerMixin) -> bool:
+    """Whether `trainer` makes its micro-batches from prompts, as TRL's online trainers do."""
+    return all(
+        getattr(type(trainer), name) is not getattr(Trainer, name)
+        for name in ("_prepare_inputs", "_get_train_sampler")
+    )
+
+
 def _refuse(trainer: AccumTrainerMixin) -> None:
     """Raise ValueError for arguments that a window can't be kept with."""
     args = trainer.args
@@ -460,7 +485,7 @@ def _refuse(trainer: AccumTrainerMixin) -> None:
             "signals= saves it",
         ),
         (
-            window and hasattr(trainer, "_buffered_inputs"),
+            window and _generates(trainer),
             f"checkpoint_window=True in {type(trainer).__name__}, which generates its own "
             f"micro-batches and has them in memory only",
         ),

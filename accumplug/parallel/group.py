@@ -44,9 +44,7 @@ class DataParallelGroup:
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(self.group)
-        return 0
+        return dist.get_rank(self.group) if self.size > 1 else 0
 
     def compare(self, options: Mapping[str, object], wait: bool) -> None:
         """Compare `options` with those of the other ranks: all of them if `wait`, else those that
@@ -95,8 +93,7 @@ class DataParallelGroup:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._reduce(sums, _host_group(self.group))
-        result: list[float] = sums.tolist()
-        return result
+        return [*sums.tolist()]
 
     def sum_tensors(
         self, values: Sequence[float | Tensor], device: torch.device
@@ -178,17 +175,17 @@ def _host_group(group: Any) -> Any:
     if key not in _host_groups:
         _host_groups[key] = dist.new_group(
             dist.get_process_group_ranks(group),
-            timeout=_timeout(key),
+            timeout=timeout_of(key, torch.accelerator.current_accelerator()),
             backend="gloo",
             use_local_synchronization=True,
         )
     return _host_groups[key]
 
 
-def _timeout(group: Any) -> timedelta | None:
-    """How long `group` waits for a rank; None if it does not say."""
-    # torch 2.13: there is no public name for it
-    with suppress(AttributeError, RuntimeError):
-        timeout = group._get_backend(torch.device("cuda")).options._timeout
-        return timeout if isinstance(timeout, timedelta) else None
-    return None
+def timeout_of(group: Any, device: torch.device | None) -> timedelta:
+    """How long a collective of `group` on `device` waits for a rank."""
+    # torch 2.13: no public name gives the timeout of a group
+    require(group, ["_get_backend"], "the timeout of a process group")
+    options = group._get_backend(device).options
+    require(options, ["_timeout"], "the timeout of a process group")
+    return timedelta(seconds=options._timeout.total_seconds())

@@ -447,6 +447,24 @@ def test_what_a_window_can_t_be_kept_with_is_refused(
         signal.signal(signal.SIGTERM, before)  # Trainer's own callback has taken it
 
 
+def test_a_window_of_generated_micro_batches_is_not_saved(tmp_path: Path) -> None:
+    """A trainer that draws prompts and makes its inputs of them has these in memory only; one that
+    only prepares its inputs has not."""
+
+    class Prepares(AccumTrainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return super()._prepare_inputs(inputs)
+
+    class Generates(Prepares):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return super()._get_train_sampler(*args)
+
+    options = {"train_dataset": texts(4), "checkpoint_window": True}
+    Prepares(Small(), arguments(tmp_path), **options)
+    with pytest.raises(ValueError, match="in Generates, which generates its own micro-batches"):
+        Generates(Small(), arguments(tmp_path), **options)
+
+
 def test_a_loader_that_understates_its_length_is_refused(tmp_path: Path) -> None:
     """Trainer would step in the middle of accum's window."""
 

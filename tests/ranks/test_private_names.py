@@ -18,7 +18,7 @@ from accumplug import Accumulator, MovedError
 from accumplug.checkpoint import coordination
 from accumplug.checkpoint.coordination import RankStore
 from accumplug.parallel import ddp, fsdp
-from accumplug.parallel.group import DataParallelGroup
+from accumplug.parallel.group import DataParallelGroup, timeout_of
 from ranks.harness import Ranks
 
 
@@ -88,7 +88,8 @@ def test_a_private_name_that_is_gone_is_named_before_anything_is_added(
 
 
 def of_the_store(rank: int) -> list[str]:
-    """What is said without the store of the process group, or its timeout."""
+    """What is said without the store of the process group, or its timeout, which a group that
+    reduces on devices only gives to the one beside it."""
     said = []
 
     def says(call: Callable[..., object], *args: object) -> None:
@@ -102,13 +103,18 @@ def of_the_store(rank: int) -> list[str]:
         says(RankStore, group)
     with without(dist.group.WORLD, "_get_backend"):
         says(coordination._timeout_of, None)
+        says(timeout_of, dist.group.WORLD, torch.device("cpu"))
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    with without(options, "_timeout"):
+        says(timeout_of, dist.group.WORLD, torch.device("cpu"))
     return said
 
 
 def test_a_process_group_that_has_lost_its_store_is_named(ranks: Ranks) -> None:
     """Where ranks compare options, and where they agree on a checkpoint."""
     for found in ranks.run(2, of_the_store):
-        assert ["_get_default_store" in said for said in found] == [True, True, False]
+        names = ("_get_default_store",) * 2 + ("_get_backend",) * 2 + ("_timeout",)
+        assert all(f".{name}, " in said for name, said in zip(names, found, strict=True))
         assert all(said.startswith("torch ") and " moved " in said for said in found)
 
 
