@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -146,7 +145,7 @@ def save_window(own: Lifecycle, directory: Path, number: int) -> None:
     for old in (text, tensors):
         old.unlink(missing_ok=True)
     entry = write_tensors(tensors, encoded.tensors)
-    saved = {"pending": pending, "tensors": asdict(entry), "tree": encoded.tree}
+    saved = {"pending": pending, "tensors": entry.as_json(), "tree": encoded.tree}
     text.write_bytes(dump_json(saved))
 
 

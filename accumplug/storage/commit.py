@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +203,13 @@ def _find_and_link(
     for source in sources:
         if not files or any(source.manifest.files.get(n) != entry for n, entry in files.items()):
             continue
+        linked = {}
         try:
             for name, entry in files.items():
-                _link_or_copy(source.path / name, work / name, entry)
+                linked[name] = _link_or_copy(source.path / name, work / name, entry)
                 if name in unchecked:
                     verify_file(work / name, entry)
-            return dict(files)
+            return linked
         except (OSError, CheckpointError):  # damaged, or rank 0 has just removed it
             for name in files:
                 (work / name).unlink(missing_ok=True)
@@ -226,18 +227,21 @@ def _link(work: Path, job: Job) -> dict[str, FileEntry]:
             raise CheckpointError(f"{source.path}: has no part {part!r} to link")
         for name in (f"{part}.json", f"{part}.safetensors"):
             if name in source.manifest.files:
-                files[name] = source.manifest.files[name]
-                _link_or_copy(source.path / name, work / name, files[name])
+                entry = source.manifest.files[name]
+                files[name] = _link_or_copy(source.path / name, work / name, entry)
     return files
 
 
-def _link_or_copy(source: Path, target: Path, entry: FileEntry) -> None:
+def _link_or_copy(source: Path, target: Path, entry: FileEntry) -> FileEntry:
+    """What the manifest will know of `target`."""
     with opened(source) as file:
         check_size(source, file, entry)
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links, or two file systems
         _copy(source, target, entry)
+        return replace(entry, linked=False)
+    return replace(entry, linked=True)
 
 
 def _copy(source: Path, target: Path, entry: FileEntry) -> None:

@@ -21,9 +21,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +44,13 @@ class FileEntry:
 
     size: int
     sums: str
+    linked: bool = field(default=False, compare=False)
+    """Whether it is a hard link to the file of an earlier checkpoint."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The arguments that make it again."""
+        entry: dict[str, Any] = {"size": self.size, "sums": self.sums}
+        return entry | ({"linked": True} if self.linked else {})
 
 
 class Source(Protocol):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from accumplug.errors import CheckpointError
+from accumplug.storage.files import FileEntry
 from accumplug.storage.layout import Checkpoint, faults, list_checkpoints, open_checkpoint
 from accumplug.storage.manifest import MANIFEST, order_of
 from accumplug.storage.retention import REMOVING, WRITING
@@ -89,10 +91,22 @@ def _plain(value: Any) -> str:
 
 
 def _files(checkpoint: Checkpoint) -> list[str]:
-    entries = checkpoint.manifest.files
+    entries, told = checkpoint.manifest.files, checkpoint.manifest.format >= 3
     width = max((len(name) for name in entries), default=0)
-    lines = [f"  {'files':<12} {len(entries)}, {_size(sum(e.size for e in entries.values()))}"]
-    return lines + [f"    {n:<{width}}  {_size(e.size):>9}" for n, e in entries.items()]
+    lines = [f"  {'files':<12} {_count(entries.values())}"]
+    if told:
+        linked = [entry for entry in entries.values() if entry.linked]
+        written = [entry for entry in entries.values() if not entry.linked]
+        lines.append(f"  {'written':<12} {_count(written)}")
+        lines.append(f"  {'linked':<12} {_count(linked)}, as they were in an earlier checkpoint")
+    return lines + [
+        f"    {name:<{width}}  {_size(entry.size):>9}{'  linked' if entry.linked else ''}"
+        for name, entry in entries.items()
+    ]
+
+
+def _count(entries: Collection[FileEntry]) -> str:
+    return f"{len(entries)}, {_size(sum(entry.size for entry in entries))}"
 
 
 def _size(size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from accumplug.errors import CheckpointError, DamagedCheckpointError
 from accumplug.storage.files import BLOCK, FileEntry
 from accumplug.storage.json import dump_json, parse_json
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
 FILE = re.compile(PART.pattern + r"\.(json|safetensors)", re.ASCII)
@@ -49,7 +49,8 @@ class Manifest:
     files: dict[str, FileEntry]
     version: str = __version__
     format: int = FORMAT
-    """How its parts are encoded. Format 1 is still read (format_1.py), and never written."""
+    """Which parts there are, and how they are encoded. Older ones are read, and never written:
+    format 1 has other values (format_1.py), format 2 has no weights in a part of their own."""
 
     def __post_init__(self) -> None:
         if type(self.version) is not str:
@@ -70,7 +71,7 @@ class Manifest:
             "accumplug": self.version,
             "world_size": self.world_size,
             "position": self.position,
-            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
+            "files": {name: entry.as_json() for name, entry in sorted(self.files.items())},
         }
         return dump_json(body | {"crc32": f"{zlib.crc32(dump_json(body)):08x}"}, indent=1)
 
@@ -108,6 +109,8 @@ class Manifest:
 def _check_file(name: str, entry: FileEntry) -> None:
     if not FILE.fullmatch(name) or name.casefold() == MANIFEST:
         raise ValueError(f"{name!r:.200} can't be a file of a checkpoint")
+    if type(entry.linked) is not bool:
+        raise ValueError(f"{name} is linked: {entry.linked!r:.40}")
     blocks = -(-entry.size // BLOCK) if _is_count(entry.size) else -1
     if type(entry.sums) is not str or len(entry.sums) != 8 * blocks:
         raise ValueError(f"{name} has size {entry.size!r:.40}, sums {entry.sums!r:.40}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ GRACE = 30.0  # seconds that rank 0 waits for the others when its own program ha
 def report_files(work: Path, rank: int, files: dict[str, FileEntry]) -> None:
     """Reports that this rank's files are on disk, with their sizes and checksums."""
     fsync_directory(work)
-    _put(work, rank, {"files": {name: asdict(entry) for name, entry in files.items()}})
+    _put(work, rank, {"files": {name: entry.as_json() for name, entry in files.items()}})
 
 
 def report_failure(work: Path, rank: int, error: BaseException) -> None:

@@ -464,13 +464,16 @@ def test_a_window_that_was_dealt_to_more_ranks_can_be_closed_at_once(
             torch.testing.assert_close(weight, told[0][key], rtol=0, atol=1e-12)
 
 
-def test_ranks_go_on_from_a_sharded_checkpoint_of_format_1(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["format_1", "format_2"])
+def test_ranks_go_on_from_a_sharded_checkpoint_of_an_older_format(
+    ranks: Ranks, name: str, tmp_path: Path
+) -> None:
     """Shards, deferred gradients and random states that an earlier version wrote on two ranks."""
     setup = Setup(total=6)
     (tmp_path / "none").mkdir()
     expected = ranks.run(2, whole, setup, tmp_path / "none", False)[0]
     for world in (1, 2):
-        saved = Path(__file__).parents[1] / "checkpoint" / "format_1" / "two_ranks"
+        saved = Path(__file__).parents[1] / "checkpoint" / name / "two_ranks"
         shutil.copytree(saved, tmp_path / f"{world}")
         for found in ranks.run(world, whole, setup, tmp_path / f"{world}", True):
             assert isinstance(found, dict)

@@ -321,6 +321,22 @@ def test_an_unchanged_part_is_linked_and_stands_alone(tmp_path):
     assert value_of(verify(second), "gradients") == 2
 
 
+def test_the_manifest_says_which_files_are_links(tmp_path, monkeypatch):
+    """A copy is none, where the file system has no links."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    first = save(tmp_path, 1)
+    found = []
+    for update in (2, 3):
+        save(tmp_path, update, parts=("gradients",), link=("model",), link_from=first)
+        files = open_checkpoint(list_checkpoints(tmp_path)[-1]).manifest.files
+        found.append([name for name, entry in files.items() if entry.linked])
+        monkeypatch.setattr(os, "link", refuse)
+    assert found == [["model.json", "model.safetensors"], []]
+
+
 def test_a_linked_part_is_not_read(tmp_path, monkeypatch):
     """Its checksum is taken over, not computed again: a save costs what it writes."""
     first = save(tmp_path, 1)

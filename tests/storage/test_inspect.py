@@ -29,10 +29,28 @@ def test_it_says_where_the_run_was_and_what_is_in_it(tmp_path):
     assert ["window", "3 of 16 micro-batches"] in lines
     assert ["epoch", "3"] in lines
     assert ["ranks", "1"] in lines
-    assert ["written", f"by   accumplug {_version.__version__}, format 2"] in lines
+    assert ["written", f"by   accumplug {_version.__version__}, format 3"] in lines
     assert ["model.safetensors", "4.1 kB"] in lines
     assert lines[-1] == ["sizes", "agree (--verify checks every byte)"]
     assert "whole" not in text
+
+
+def test_it_says_how_much_was_written_and_how_much_was_linked(tmp_path):
+    """Files and bytes, and each file that is a link."""
+    writer = Writer(tmp_path, keep=9, background=False)
+    state = encode({"w": torch.zeros(1000)})
+    writer.submit(Job({"update": 1, "micro_batch": 1}, {"model": state}))
+    linked = {"link": ("model",), "link_from": writer.last}
+    writer.submit(Job({"update": 1, "micro_batch": 2}, {"rank-0": encode([])}, **linked))
+    lines = describe(writer.last).splitlines()
+    sizes = {path.name: path.stat().st_size for path in writer.last.iterdir()}
+    size = sizes["model.json"] + sizes["model.safetensors"]
+    assert "  written      1, 3 B" in lines
+    assert f"  linked       2, {size / 1000:.1f} kB, as they were in an earlier checkpoint" in lines
+    assert [line.split()[0] for line in lines if line.endswith("  linked")] == [
+        "model.json",
+        "model.safetensors",
+    ]
 
 
 def test_between_windows_it_says_that_none_is_open(tmp_path):

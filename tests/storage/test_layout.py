@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accumplug.errors import CheckpointError
+from accumplug.storage import manifest
 from accumplug.storage.codec import encode
 from accumplug.storage.commit import Job
 from accumplug.storage.files import checksum
@@ -239,8 +240,16 @@ def test_a_manifest_with_a_file_twice_is_refused(tmp_path):
 def test_a_newer_format_is_refused_with_what_to_do(tmp_path):
     """The message has both versions."""
     path = save(tmp_path, 1)
-    forge(path, format=3, accumplug="9.1")
-    with pytest.raises(CheckpointError, match=r"format 3 of accumplug '9.1'.*install a newer one"):
+    forge(path, format=4, accumplug="9.1")
+    with pytest.raises(CheckpointError, match=r"format 4 of accumplug '9.1'.*install a newer one"):
+        open_checkpoint(path)
+
+
+def test_a_release_that_reads_format_2_refuses_this_one_by_name(tmp_path, monkeypatch):
+    """It would miss the weights that are in a part of their own since then."""
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    with pytest.raises(CheckpointError, match=r"format 3 .* reads up to 2: install a newer one"):
         open_checkpoint(path)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version has written, in format 1, are resumed as its own."""
+"""Checkpoints that an earlier version has written, in format 1 or 2, are resumed as its own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import training
-from format_1_run import Run
+from older_format_run import Run
 
 FORMAT_1 = Path(__file__).parent / "format_1"
+FORMATS = [FORMAT_1, FORMAT_1.with_name("format_2")]
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches")
-def test_a_run_goes_on_from_a_checkpoint_of_format_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", FORMATS, ids=lambda path: path.name)
+def test_a_run_goes_on_from_a_checkpoint_of_an_older_format(saved: Path, tmp_path: Path) -> None:
     """Sparse gradients of an open window, two optimizers, random states, a loader's place."""
-    shutil.copytree(FORMAT_1 / "one_rank", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved / "one_rank", tmp_path, dirs_exist_ok=True)
     expected = Run(1).train()
     resumed = Run(2)
     with resumed.checkpoints(tmp_path) as checkpoint:

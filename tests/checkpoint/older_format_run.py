@@ -1,4 +1,4 @@
-"""The run whose checkpoints are in format_1/one_rank, written by an earlier version."""
+"""The run whose checkpoints are in format_1 and format_2, written by earlier versions."""
 
 from __future__ import annotations
 
