@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from accumplug.core.options import Scheduler
 from accumplug.core.state import BlockState
+from accumplug.core.window import Window
 
 
 class Host:
@@ -46,11 +47,14 @@ class Host:
     def leave(self) -> None:
         """The block is over, in whatever way."""
 
-    def ends_pass(self) -> bool:
-        """Whether the loop's data end with the block that begins, as far as the host knows."""
+    def ends_pass(self, window: Window, ends_item: bool) -> bool:
+        """Whether the loop's data end with the block that begins, as far as the host knows.
+
+        `ends_item`: no other part of its item follows (`Accumulator.split`).
+        """
         return False
 
-    def count_block(self) -> None:
+    def count_block(self, ends_item: bool) -> None:
         """The block has ended well, in a loop that does not use `batches`."""
 
     def leave_empty(self) -> None:

@@ -33,9 +33,13 @@ def split(state: LoopState, group: DataParallelGroup, batch: T, size: int) -> It
 
 
 def _run(state: LoopState, parts: Parts, batch: T) -> Iterator[T]:
-    for index in range(parts.done, parts.count):
-        parts.index, state.parts = index, parts
-        yield take(batch, _rows(parts, index))
+    try:
+        for index in range(parts.done, parts.count):
+            parts.index, state.parts = index, parts
+            yield take(batch, _rows(parts, index))
+    finally:
+        if state.data_pass is None and state.parts is parts:  # a `break`, which a pass sees itself
+            state.parts = None
     data_pass = state.data_pass
     if parts.done < parts.count and data_pass is not None:  # the loop has left the last part out
         data_pass.items.end_block()

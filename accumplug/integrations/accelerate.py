@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch.optim import Optimizer
 from accumplug.core.host import Host
 from accumplug.core.options import Options, Scheduler, unprepared
 from accumplug.core.state import COUNTED, BlockKind, BlockState
-from accumplug.integrations.accelerate_loaders import LoaderPass, LoaderWatch
+from accumplug.core.window import Window
+from accumplug.integrations.accelerate_loaders import ADVICE, LoaderPass, LoaderWatch
 from accumplug.loop.registry import Registry
 from accumplug.loop.unsupported import ENGINE
 from accumplug.parallel.fsdp import whole
@@ -80,7 +82,8 @@ class AccelerateHost(Host):
         self._kept: dict[str, Any] = {}
         self._sync_before = True
         self._step_seen: int | None = accelerator.step
-        self._watch = LoaderWatch(accelerator.gradient_state)
+        self._tail = options.tail
+        self._watch = LoaderWatch(accelerator.gradient_state, partial(_trains, accelerator))
         self._pass: LoaderPass | None = None
         self._hooks: list[Any] = []
         self._warned = False
@@ -169,50 +172,90 @@ class AccelerateHost(Host):
         vars(self.accelerator).update(self._open)
         self._state._set_sync_gradients(False)
 
-    def ends_pass(self) -> bool:
+    def ends_pass(self, window: Window, ends_item: bool) -> bool:
         """Whether the block that begins is the last one of the loader that feeds the loop.
 
         That is the innermost one that is being iterated at the first micro-batch of a pass, and
         stays it while its pass lasts.
         """
         one = self._pass
-        if one is not None and one.counted and one.running:
-            return one.open_block()
+        if one is None or not (one.counted and one.running):
+            self._follow(window)
+        elif one.is_in_doubt and (new := self._watch.next_to(one)) is not None:
+            self._leave(one, window, one.items.outstanding)
+            self._pass = new
+        return self._pass is not None and self._pass.open_block(window, ends_item)
+
+    def _follow(self, window: Window) -> None:
+        """Find the pass that feeds the loop."""
         running = self._watch.running() if self._watch.passes else []
-        if not running:
+        if not running and (running := self._watch.read_whole()):
+            self._follow_whole(running)
+        elif not running:
             self._say_uncounted()
-        if not any(one is self._pass for one in running):
-            self._pass = running[-1] if running else None
-            if len(running) > 1 and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{len(running)} prepared loaders are being iterated over; windows follow the "
-                    f"innermost. `for batch in accum.batches(loader)` says which one it is",
-                    stacklevel=7,
-                )
-        return self._pass is not None and self._pass.open_block()
+        one = self._pass
+        if any(one is other for other in running):
+            return
+        if one is not None and one.ended_unseen:
+            self._leave(one, window, window.index)
+        self._pass = running[-1] if running else None
+        if len(running) > 1:
+            self._warn(
+                f"{len(running)} prepared loaders are being iterated over; windows follow the "
+                f"innermost. `for batch in accum.batches(loader)` says which one it is"
+            )
+
+    def _leave(self, one: LoaderPass, window: Window, open_ones: int) -> None:
+        """A new pass begins, and no block of `one` was known to be its last one."""
+        if self._tail == "carry" or window.steps == 1 or not open_ones:
+            return
+        raise RuntimeError(
+            f"a prepared loader has ended where no block was known to be its last one "
+            f"({one.items.outstanding} of {one.items.handed_out} batches had no block, or one had "
+            f"several), so its tail would run into the next pass ({window.index} micro-batches "
+            f"are pending). Call micro.skip() in a block for what is left out, accum.split for "
+            f'what is cut, or say tail="carry" to go on with the window. {ADVICE} and none of '
+            f"this is needed"
+        )
+
+    def _follow_whole(self, passes: list[LoaderPass]) -> None:
+        """These passes were read whole before this block."""
+        if len(passes) > 1:
+            raise RuntimeError(
+                f"{len(passes)} prepared loaders were read to their ends before this block, and it "
+                f"can't be seen which of them the loop trains on. {ADVICE}"
+            )
+        passes[0].guessed = not passes[0].is_kept and self._tail != "carry"
+        self._warn(
+            f"a prepared loader was read to its end before this block, and its "
+            f"{passes[0].items.outstanding} batches are taken for those that the loop trains on. "
+            f"{ADVICE}, which says so"
+        )
 
     def _say_uncounted(self) -> None:
         """No prepared loader is being iterated over: say it if one was read to its end first."""
         one = self._pass
-        advice = "Let it go through `for batch in accum.batches(loader)`"
         if one is not None and not one.counted and one.blocks and not one.closed:
             raise RuntimeError(
                 f"a prepared loader has ended after {one.blocks} of its batches had a block, and "
-                f"blocks go on: the loop reads ahead, and this pass can't be counted. {advice}"
+                f"blocks go on: the loop reads ahead, and this pass can't be counted. {ADVICE}"
             )
         uncounted = any(not p.blocks for p in self._watch.passes)
-        if not self._warned and (uncounted or (one is not None and not one.counted)):
-            self._warned = True
-            warnings.warn(
+        if uncounted or (one is not None and not one.counted):
+            self._warn(
                 f"a prepared loader was read to its end before this block. If the loop trains on "
-                f"its batches, the end of the data can't be seen: windows go on over it. {advice}",
-                stacklevel=8,
+                f"its batches, the end of the data can't be seen: windows go on over it. {ADVICE}"
             )
 
-    def count_block(self) -> None:
+    def _warn(self, text: str) -> None:
+        """Once for each Accumulator."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, stacklevel=9)
+
+    def count_block(self, ends_item: bool) -> None:
         """The block has ended well."""
-        if self._pass is not None:
+        if self._pass is not None and ends_item:
             self._pass.end_block()
 
     def was_skipped(self) -> bool:
@@ -375,6 +418,12 @@ def _refuse_late(accelerator: Accelerator) -> None:
             f"micro-batches, and there was no Accumulator to take its gradients. Make the "
             f"Accumulator before accelerator.load_state"
         )
+
+
+def _trains(accelerator: Accelerator) -> bool:
+    """Whether a loop that begins here is one that trains, as far as can be known."""
+    models = accelerator._models
+    return torch.is_grad_enabled() and (not models or any(model.training for model in models))
 
 
 def _refuse_accumulate(*models: Any) -> Any:

@@ -127,14 +127,13 @@ class Lifecycle:
         if data_pass is not None:
             last = self.data_pass.open_block(block, data_pass)
         else:
-            last = block.ends_pass = self.host.ends_pass()
+            last = block.ends_pass = self.host.ends_pass(window, parts is None or parts.is_last)
         if data_pass is not None and data_pass.plans:
             return block.closes_early or self._is_full(window)
         if block.closes_early or (window.index + 1 >= window.steps and not window.is_open):
             return True
-        if window.is_open and parts is not None and parts.is_last:
-            return True
-        return last and self.options.tail == "flush"
+        ends_open = window.is_open and parts is not None and parts.is_last
+        return ends_open or (last and self.options.tail == "flush")
 
     def _pads_tail(self) -> bool:
         """Whether no rank has more data after the micro-batch that this rank has none for."""
@@ -368,7 +367,7 @@ class Lifecycle:
         if data_pass is not None and data_pass.ended:
             self.data_pass.end_behind(data_pass)
         if block.kind is REAL and data_pass is None:
-            self.host.count_block()
+            self.host.count_block(ends_item=state.parts is None or state.parts.is_last)
             if block.ends_pass:
                 self._end_pass()
         for function in tuple(self.after_block):

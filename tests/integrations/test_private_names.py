@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import fsdp_utils
+from accelerate.utils import DataLoaderConfiguration, fsdp_utils
 from ranks.test_private_names import without
 from torch import nn
 from torch.utils.data import DataLoader
@@ -92,6 +93,18 @@ def test_a_prepared_loader_that_has_lost_a_name_is_refused(name: str) -> None:
     accelerator, _, _, loader = prepared()
     accum = Accumulator(2, accelerator=accelerator)
     with without(loader, name), pytest.raises(MovedError, match=rf"\.{name}, which accumplug"):
+        next(iter(loader))
+    assert accum.micro_batches == 0
+
+
+def test_a_dispatcher_that_has_lost_its_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches are counted where it fetches them."""
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader([torch.ones(3)] * 4, batch_size=1))
+    accum = Accumulator(2, accelerator=accelerator)
+    monkeypatch.delattr(DataLoaderDispatcher, "_fetch_batches")
+    with pytest.raises(MovedError, match="_fetch_batches"):
         next(iter(loader))
     assert accum.micro_batches == 0
 

@@ -322,15 +322,15 @@ def test_a_last_part_that_the_loop_leaves_out_ends_its_item_all_the_same():
 DISPATCH = DataLoaderConfiguration(dispatch_batches=True)
 
 
-def dispatched(read, config, iterable=False):
-    """Sizes of the windows of a pass through a prepared loader, as `read` gives its batches."""
+def dispatched(read, config, iterable=False, sizes=None, tail="flush", through=iter):
+    """Sizes of the windows of two passes through a prepared loader, as `read` gives its batches."""
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    net, sizes = network(), []
-    accum = Accumulator(STEPS, accelerator=accelerator)
+    net, sizes = network(), [] if sizes is None else sizes
+    accum = Accumulator(STEPS, accelerator=accelerator, tail=tail)
     items = [(x[0], y[0]) for x, y in data([1] * ITEMS)]
     loader = DataLoader(Stream(items) if iterable else items, batch_size=1)
     model, optimizer, loader = accelerator.prepare(net, SGD(net.parameters(), 0.0), loader)
-    for batch in read(loader):
+    for batch in through(batch for _ in range(2) for batch in read(loader)):
         with accum(model) as micro:
             accelerator.backward(mean_loss(model, batch))
             optimizer.step()
@@ -348,16 +348,205 @@ class Stream(IterableDataset):
         return iter(self.items)
 
 
+@pytest.mark.parametrize("read", [iter, window_by_window, one_ahead])
 @pytest.mark.parametrize("iterable", [False, True])
-def test_a_loader_that_can_not_be_counted_is_refused_where_the_loop_reads_ahead(iterable):
-    """Before the tail's first block; one that is read item by item is right."""
-    assert dispatched(iter, DISPATCH, iterable) == [4, 3]
-    with pytest.raises(RuntimeError, match="after 4 of its batches .* can't be counted"):
-        dispatched(window_by_window, DISPATCH, iterable)
+def test_a_dispatcher_is_counted_however_the_loop_reads(iterable, read):
+    """One process fetches for all, one ahead of what it hands out."""
+    assert dispatched(read, DISPATCH, iterable) == [4, 3] * 2
+
+
+def test_a_dispatcher_has_its_own_method_again_behind_each_pass():
+    """What counts its batches is put on it for the length of a pass."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DISPATCH)
+    accum = Accumulator(STEPS, accelerator=accelerator)
+    loader = accelerator.prepare(DataLoader(list(range(3))))
+    items = iter(loader)
+    next(items)
+    assert "_fetch_batches" in vars(loader)
+    del items
+    assert "_fetch_batches" not in vars(loader)
+    assert len(list(loader)) == 3
+    assert "_fetch_batches" not in vars(loader)
+    assert accum.micro_batches == 0
+
+
+@pytest.mark.filterwarnings("ignore:a prepared loader was read to its end before")
+@pytest.mark.parametrize("iterable", [False, True])
+def test_a_prepared_loader_that_is_read_whole_before_its_first_block_is_counted(iterable):
+    """Its batches are all there, so the loop has read ahead."""
+    assert dispatched(all_first, None, iterable) == [4, 3] * 2
 
 
 @pytest.mark.parametrize("config", [None, DISPATCH])
-def test_a_prepared_loader_that_was_read_whole_before_the_first_block_is_told(config):
-    """It may as well have been that of an evaluation."""
-    with pytest.warns(UserWarning, match="read to its end before .* end of the data can't be seen"):
-        assert dispatched(all_first, config) == [4]
+def test_one_that_is_rebuilt_before_its_first_block_is_refused_at_its_tail(config):
+    """It may as well be that of an evaluation. Before the wrong update: 4, then nothing."""
+
+    def rebuilt(items):
+        return [(x * 1.0, y * 1.0) for x, y in items]
+
+    told = pytest.raises(RuntimeError, match=r"last 3 of its 7 .* accum.batches\(loader\)")
+    with pytest.warns(UserWarning, match="was read to its end"), told:
+        dispatched(rebuilt, config, sizes=(sizes := []))
+    assert sizes == [4]
+
+
+@pytest.mark.filterwarnings("ignore:a prepared loader was read to its end before")
+@pytest.mark.parametrize("evaluation", ["eval()", "no_grad()", "neither"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_evaluation_is_not_taken_for_the_pass_that_was_read_whole(evaluation, order):
+    """Of its batches nothing is left; those of the training are all there."""
+    accelerator = Accelerator(cpu=True)
+    net, sizes = network(), []
+    accum = Accumulator(STEPS, accelerator=accelerator)
+    rows = [(x[0], y[0]) for x, y in data([1] * ITEMS)]
+    loaders = DataLoader(rows, batch_size=1), DataLoader(rows[:5], batch_size=1)
+    model, optimizer, loader, other = accelerator.prepare(net, SGD(net.parameters(), 0.0), *loaders)
+
+    def evaluate():
+        model.train(evaluation != "eval()")
+        with torch.set_grad_enabled(evaluation != "no_grad()"):
+            for batch in other:
+                mean_loss(model, batch)
+        model.train()
+
+    for _ in range(2):
+        if order == "before":
+            evaluate()
+        batches = list(loader)
+        if order == "after":
+            evaluate()
+        for batch in batches:
+            with accum(model) as micro:
+                accelerator.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if micro.closes:
+                sizes.append(micro.index + 1)
+    assert sizes == [4, 3] * 2
+    assert accum.epoch == 2
+
+
+def test_two_loaders_that_were_read_whole_are_told_apart_by_nothing():
+    """Training batches and those of an evaluation, both kept."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(network(torch.float32))
+    accum = Accumulator(STEPS, accelerator=accelerator)
+    rows = [(x[0], y[0]) for x, y in data([1] * ITEMS, torch.float32)]
+    kept = [list(accelerator.prepare(DataLoader(rows[:n]))) for n in (7, 5)]
+    with pytest.raises(RuntimeError, match="2 prepared loaders were read"), accum(model):
+        accelerator.backward(mean_loss(model, kept[0][0]))
+
+
+def left_out(place):
+    """Windows of two passes of seven batches where the loop leaves the batch at `place` out."""
+
+    def read(items):
+        return (batch for at, batch in enumerate(items) if at != place)
+
+    return read
+
+
+@pytest.mark.parametrize("config", [None, DISPATCH])
+@pytest.mark.parametrize("place", [0, 6])
+def test_a_tail_whose_last_block_was_not_known_is_refused_before_the_next_pass_joins_it(
+    place, config
+):
+    """The first batch left out looks like reading ahead, the last one is left out too late."""
+    with pytest.raises(RuntimeError, match=r"1 of 7 batches had no block.*\(2 micro-.*skip\(\)"):
+        dispatched(left_out(place), config, sizes=(sizes := []))
+    assert sizes == [4]
+
+
+@pytest.mark.parametrize("config", [None, DISPATCH])
+@pytest.mark.parametrize("place", [0, 6])
+def test_a_window_that_is_carried_needs_no_last_block(place, config):
+    """Twelve of fourteen batches."""
+    assert dispatched(left_out(place), config, tail="carry") == [4, 4, 4]
+
+
+@pytest.mark.parametrize("place", [1, 3, 5])
+def test_a_batch_that_is_left_out_in_the_middle_changes_nothing_else(place):
+    """The next request for a batch shows that it had none."""
+    assert dispatched(left_out(place), None) == [4, 2] * 2
+
+
+def test_a_batch_that_is_left_out_in_a_block_is_no_reading_ahead():
+    """What the message says works: a tail of 3, one of them with weight 0."""
+    accelerator = Accelerator(cpu=True)
+    net, sizes = network(), []
+    accum = Accumulator(STEPS, accelerator=accelerator)
+    rows = [(x[0], y[0]) for x, y in data([1] * ITEMS)]
+    model, optimizer, loader = accelerator.prepare(
+        net, SGD(net.parameters(), 0.0), DataLoader(rows)
+    )
+    for at, batch in enumerate(batch for _ in range(2) for batch in loader):
+        with accum(model) as micro:
+            if at % ITEMS in (0, 6):
+                micro.skip()
+            else:
+                accelerator.backward(mean_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        if micro.closes:
+            sizes.append(micro.index + 1)
+    assert sizes == [4, 3] * 2
+    assert accum.epoch == 2
+
+
+def test_a_prefetcher_that_reads_on_into_the_next_pass_is_followed():
+    """The last batch of a pass is still there when the next one has begun."""
+    assert dispatched(iter, None, through=one_ahead) == [4, 3] * 2
+
+
+@pytest.mark.parametrize(("read", "before"), [(window_by_window, [4, 3, 4]), (all_first, [])])
+def test_a_loop_that_reads_windows_over_two_passes_is_refused(read, before):
+    """Which of its batches have a block can't be told."""
+    with pytest.raises(RuntimeError, match=r"accum.batches\(loader\)"):
+        dispatched(iter, None, through=read, sizes=(sizes := []))
+    assert sizes == before
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_split_knows_its_last_part_in_a_prepared_loader_too(count):
+    """Items of four parts, in windows of three; the last part of the last item ends the pass."""
+    accelerator = Accelerator(cpu=True)
+    net, sizes = network(), []
+    accum = Accumulator(3, accelerator=accelerator)
+    rows = [(x[0], y[0]) for x, y in data([1] * 8 * count)]
+    model, optimizer, loader = accelerator.prepare(
+        net, SGD(net.parameters(), 0.0), DataLoader(rows, batch_size=8)
+    )
+    for batch in loader:
+        for part in accum.split(batch, 2):
+            with accum(model) as micro:
+                accelerator.backward(mean_loss(model, part))
+                optimizer.step()
+                optimizer.zero_grad()
+            if micro.closes:
+                sizes.append(micro.index + 1)
+    assert sizes == {1: [3, 1], 3: [3] * 4}[count]
+    assert (accum.pending, accum.epoch) == (0, 1)
+
+
+def test_items_of_a_prepared_loader_that_are_cut_by_hand_are_refused_in_the_next_pass():
+    """No block is known to be the last one of its item."""
+
+    def cut(items):
+        return ((a, b) for x, y in items for a, b in zip(x.split(1), y.split(1), strict=True))
+
+    accelerator = Accelerator(cpu=True)
+    net, sizes = network(), []
+    accum = Accumulator(STEPS, accelerator=accelerator)
+    rows = [(x[0], y[0]) for x, y in data([1] * 6)]
+    model, optimizer, loader = accelerator.prepare(
+        net, SGD(net.parameters(), 0.0), DataLoader(rows, batch_size=2)
+    )
+    with pytest.raises(RuntimeError, match=r"or one had several.*accum.split"):
+        for batch in (batch for _ in range(2) for batch in cut(loader)):
+            with accum(model) as micro:
+                accelerator.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if micro.closes:
+                sizes.append(micro.index + 1)
+    assert sizes == [4]

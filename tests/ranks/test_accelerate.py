@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import product
+from functools import partial
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accumplug import Accumulator
 
@@ -389,3 +390,63 @@ def compare(accelerator: Accelerator, split: bool) -> Iterator[tuple[Any, ...]]:
 def test_the_sync_script_of_accelerate(ranks: Ranks) -> None:
     """Split and dispatched batches, and a plugin that asks for a sync of each."""
     assert ranks.run(2, sync_script) == [[], []]
+
+
+def read_dispatched(rank: int, read: str, split: bool, iterable: bool) -> Any:
+    """Sizes of the windows of two passes over what rank 0 fetches for all: 7 batches in turn."""
+    config = DataLoaderConfiguration(dispatch_batches=True, split_batches=split)
+    with accelerated(rank, dataloader_config=config) as accelerator:
+        bare, sizes = net(), []
+        size = accelerator.num_processes
+        rows = Rows(samples(7 * size)) if iterable else samples(7 * size)
+        ddp, optimizer, loader = accelerator.prepare(
+            bare, sgd(bare.parameters()), DataLoader(rows, batch_size=size)
+        )
+        accum = Accumulator(3, accelerator=accelerator)
+        for _ in range(2):
+            for item in READERS[read](loader):
+                with accum(ddp, weight=len(item[0])) as micro:
+                    accelerator.backward(loss(ddp, item))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if micro.closes:
+                    sizes.append(micro.index + 1)
+        return sizes, accum.pending, accum.epoch, parameters(ddp)
+
+
+class Rows(IterableDataset[Item]):
+    def __init__(self, rows: list[Item]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.rows)
+
+
+def ahead(batches: Iterable[Item], count: int) -> Iterator[Item]:
+    """`count` batches before the block of the first of them."""
+    batches = iter(batches)
+    while window := list(islice(batches, count)):
+        yield from window
+
+
+READERS = {"one by one": iter, "two": partial(ahead, count=2), "three": partial(ahead, count=3)}
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_dispatcher_is_counted_on_each_rank_however_the_loop_reads(
+    ranks: Ranks, world: int, split: bool, iterable: bool
+) -> None:
+    """One rank fetches for all; the last round may be filled up. Windows are those of a loop that
+    takes batch by batch."""
+    count = 7 if split else -(-7 // world)
+    expected = ([3] * (count // 3) + [count % 3] * bool(count % 3)) * 2
+    one = ranks.run(world, read_dispatched, "one by one", split, iterable)
+    assert [(sizes, pending, epoch) for sizes, pending, epoch, _ in one] == [
+        (expected, 0, 2)
+    ] * world
+    for read in ("two", "three"):
+        results = ranks.run(world, read_dispatched, read, split, iterable)
+        assert [result[:3] for result in results] == [(expected, 0, 2)] * world
+        assert equal([result[3] for result in results + one])
