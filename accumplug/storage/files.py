@@ -9,11 +9,16 @@ manifest beside it. What it is here for is speed, as a resume has to check every
 uses one: NumPy summed at 15 GB/s both ways together where zlib's CRC-32 did 4.2, SHA-256 1.8 and
 BLAKE2b 0.6. NumPy, reads and writes release the GIL, so that several threads can check while they
 read, and a background write doesn't hold up a loop.
+
+Whole blocks go past the page cache (O_DIRECT). A copy into the cache is CPU time that the loop's
+own threads need: 600 MB took 0.13 s, and 1.4 s in a virtual machine whose host had taken the free
+pages back, where the whole write took 0.12 s of CPU time past it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -77,9 +82,12 @@ def write_file(path: Path, pieces: Iterable[memoryview | Source]) -> FileEntry:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         size, sums = 0, []
+        # A file system without a device (on a network, in a process) gathers writes in the cache.
+        direct = os.major(os.fstat(file).st_dev) != 0
         for block in _blocks(pieces):
             sums.append(checksum(block))
-            _write_all(file, block)
+            direct = _set_direct(file, direct and len(block) == BLOCK)
+            direct = _write_all(file, block, direct)
             size += len(block)
         fsync(file)
     finally:
@@ -88,17 +96,16 @@ def write_file(path: Path, pieces: Iterable[memoryview | Source]) -> FileEntry:
 
 
 def _blocks(pieces: Iterable[memoryview | Source]) -> Iterator[memoryview]:
-    """The bytes of `pieces` in blocks of 4 MiB; each is good until the next one is asked for."""
-    room = memoryview(bytearray(BLOCK))
+    """The bytes of `pieces` in blocks of 4 MiB; each is good until the next one is asked for.
+
+    They are in memory that starts with a page, from where the disk can take them.
+    """
+    room = memoryview(mmap.mmap(-1, BLOCK))
     filled = 0
     for piece in pieces:
         start, size = 0, len(piece)
         while start < size:
             count = min(BLOCK - filled, size - start)
-            if isinstance(piece, memoryview) and count == BLOCK:
-                yield piece[start : start + count]
-                start += count
-                continue
             part = room[filled : filled + count]
             if isinstance(piece, memoryview):
                 np.copyto(
@@ -114,9 +121,27 @@ def _blocks(pieces: Iterable[memoryview | Source]) -> Iterator[memoryview]:
         yield room[:filled]
 
 
-def _write_all(file: int, part: memoryview) -> None:
+def _set_direct(file: int, direct: bool) -> bool:
+    """Whether writes go past the page cache from here on, if `direct` asks for it."""
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
+    except OSError:
+        return False
+    return direct
+
+
+def _write_all(file: int, part: memoryview, direct: bool) -> bool:
+    """Whether the file system took all of `part` in the `direct` way."""
     while part:
-        part = part[os.write(file, part) :]
+        try:
+            part = part[os.write(file, part) :]
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = _set_direct(file, False)  # it wants wider pages, or took half a page before
+    return direct
 
 
 def fsync(file: int) -> bool:
