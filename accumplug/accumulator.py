@@ -309,7 +309,7 @@ class Accumulator:
                 of the loop (neither `optimizer` nor `accelerator` was given).
         """
         self.parts.before_pass()
-        return Batches(self._state, loader, self.parts.data_pass.batches(loader, weigh))
+        return Batches(self.parts, self._state, loader, self.parts.data_pass.batches(loader, weigh))
 
     def split(self, batch: T, size: int) -> Iterator[T]:
         """The parts of one item, `size` rows each but the last: one block a part.

@@ -30,9 +30,15 @@ T = TypeVar("T")
 
 
 class Batches(Iterator[T]):
-    """One pass, as `Accumulator.batches` returns it. It has the length of the loader, if any."""
+    """One pass, as `Accumulator.batches` returns it. It has the length of the loader, if any.
 
-    def __init__(self, state: LoopState, loader: Iterable[T], items: Iterator[T]) -> None:
+    It keeps its `owner` alive, which the loop may have no other name for.
+    """
+
+    def __init__(
+        self, owner: object, state: LoopState, loader: Iterable[T], items: Iterator[T]
+    ) -> None:
+        self._owner = owner
         self._state = state
         self._loader = loader
         self._items = items

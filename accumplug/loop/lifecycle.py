@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -56,7 +57,9 @@ class Lifecycle:
         self.reducer = Reducer(group, gradients, options, registry)
         self.rendezvous = Rendezvous(group, gradients, self.normalizer, options, host, registry)
         self.stepper = Stepper(state, gradients, options, scaler, host, registry)
-        known, join, end = models.are_known, self.run_empty, self._end_pass
+        own = weakref.proxy(self)  # without a circle, what is dropped is gone from the registry
+        join, end = lambda kind: own.run_empty(kind), lambda: own._end_pass()
+        known = models.are_known
         self.data_pass = DataPass(
             state, group, options, host, registry, known, gradients, join, end
         )

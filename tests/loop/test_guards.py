@@ -572,6 +572,25 @@ def test_an_accumulator_that_is_collected_while_its_optimizer_steps_does_not_dis
     del third
 
 
+def test_an_accumulator_that_nobody_holds_is_gone_at_once():
+    """In a notebook a cell that runs again leaves no second owner of the model behind."""
+    model = network()
+    gc.disable()
+    try:
+        accum = Accumulator(2, optimizer=SGD(model.parameters(), 0.1))
+        for batch in accum.batches(data([2] * 3)):
+            run(accum, model, batch)
+        parts = weakref.ref(accum.parts)
+        del accum, batch
+        assert parts() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pass_keeps_its_accumulator_alive():
+    assert list(Accumulator(2).batches([1, 2, 3])) == [1, 2, 3]
+
+
 def test_zero_grad_between_windows_is_fine():
     """As most loops have it at their start."""
     model = network()
