@@ -9,7 +9,7 @@ from torch import Tensor
 from accumplug.core.gradients import GradientBuffer
 from accumplug.core.optimizer_step import total_norm
 from accumplug.core.result import read_together
-from accumplug.core.window import Weight, Window, is_number
+from accumplug.core.window import Weight, Window
 from accumplug.noise.scale import NoiseScale
 
 
@@ -25,7 +25,7 @@ class NoiseProbe:
 
     def observe_first(self, window: Window, weight: Weight) -> None:
         """After the first backward of a window that goes on: the sum is that gradient alone."""
-        if not is_number(window.weight) or window.weight > 0:  # else it was left out
+        if not isinstance(window.weight, float) or window.weight > 0:  # else it was left out
             self._small = self._norm() * window.divisor(weight)
             self._weight = weight
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ from accumplug.errors import MovedError, NonFiniteError
 from accumplug.parallel.fsdp import local, whole
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a close did."""
 
     stepped: bool
@@ -70,7 +68,7 @@ def take_update(
         if has_gradients(optimizer):
             scaler.unscale_(optimizer)
     norm = total_norm(graded)
-    flags = [_found_inf(scaler, optimizer, norm) for optimizer in optimizers if scaler is not None]
+    flags = [_found_inf(scaler, o, norm) for o in optimizers] if scaler is not None else []
     value, known_total, *values = read_together([norm, total, *flags, *unread])
     flag_values, read = values[: len(flags)], values[len(flags) :]
     if not 0 <= known_total < math.inf:
@@ -78,16 +76,16 @@ def take_update(
             f"the weights of the window sum up to {known_total}; a weight is how many items a "
             f"micro-batch's loss is a mean over: finite, and 0 or more"
         )
-    if scaler is None:
-        flag_values = [0.0 for _ in optimizers]
-    bad = [bool(flag) or known_total == 0 for flag in flag_values]
-    finite = math.isfinite(value) and not any(bad)
-    if not finite and known_total != 0 and nonfinite == "raise":
+    nothing = known_total == 0
+    finite = math.isfinite(value) and not any(flag_values)
+    if not (finite or nothing) and nonfinite == "raise":
         if scaler is not None:
             scaler.update()
         raise NonFiniteError(_explain(value, scaler))
     if scaler is None or _states(scaler) is None:
-        bad = [not finite for _ in optimizers]
+        bad = [nothing or not finite] * len(optimizers)
+    else:
+        bad = [nothing or bool(flag) for flag in flag_values]
     if max_grad_norm is not None and not all(bad):
         _clip(graded, norm, max_grad_norm, optimizers, bad)
     before_step()
@@ -139,7 +137,7 @@ def _clip(
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients of `parameters` together, 0-dim; sparse ones included."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [g for p in parameters if (g := p.grad) is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
     plain = [g for g in dense if not isinstance(g, DTensor)]
     if len(plain) == len(dense):

@@ -96,7 +96,7 @@ def zero(device: torch.device) -> Tensor:
 
 def read_together(values: Sequence[float | Tensor]) -> list[float]:
     """Read 0-dim tensors in one wait for their device; numbers are as they were."""
-    unread = [value.detach() for value in values if isinstance(value, Tensor)]
+    unread = [value for value in values if isinstance(value, Tensor)]
     if len(unread) > 1:
         device = next((v.device for v in unread if not v.is_cpu), unread[0].device)
         wide = torch.float32 if device.type == "mps" else torch.float64

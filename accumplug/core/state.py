@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from accumplug.core.gradients import GradientBuffer
 from accumplug.core.normalization import WindowPlan
 from accumplug.core.result import ClosedWindow, LossSum, WindowResult
 from accumplug.core.window import Weight, Window, check_steps
@@ -55,6 +56,8 @@ class OtherOwners:
     """What other Accumulators own: a backward must add nothing to it, nor reduce it."""
 
     changes: int = -1
+    unseen: list[weakref.ref[GradientBuffer]] = field(default_factory=list)
+    """Sums of Accumulators that have run no block yet, so that their modules are not known."""
     parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     ddp_modules: list[weakref.ref[DistributedDataParallel]] = field(default_factory=list)
     fsdp_roots: list[weakref.ref[FSDPModule]] = field(default_factory=list)
@@ -63,13 +66,12 @@ class OtherOwners:
 NOBODY = OtherOwners()
 
 
-@dataclass(slots=True)
 class BlockState:
-    """One block, from enter to leave. Nothing of it survives in the Accumulator."""
+    """One block, from enter to leave. Nothing of it survives in the Accumulator.
 
-    models: tuple[nn.Module, ...]
-    weight: Weight
-    kind: BlockKind = BlockKind.REAL
+    No dataclass: there is one for each micro-batch, and most of these keep their defaults.
+    """
+
     phase: Phase = Phase.NEW
     closes_early: bool = False
     """The loop has said that the window ends here."""
@@ -101,6 +103,13 @@ class BlockState:
     others: OtherOwners = NOBODY
     deferred: ExitStack | None = None
     """Ends what keeps wrappers from reducing in this block."""
+
+    def __init__(
+        self, models: tuple[nn.Module, ...], weight: Weight, kind: BlockKind = REAL
+    ) -> None:
+        self.models = models
+        self.weight = weight
+        self.kind = kind
 
     @property
     def adds_nothing(self) -> bool:

@@ -12,9 +12,9 @@ the factor ``w / (steps * reference)``, and what has been summed up is multiplie
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Union
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from accumplug.errors import OptionTypeError
 
@@ -50,11 +50,6 @@ class Window:
     def total(self) -> Weight:
         """Sum of the weights on this rank, correctly rounded for Python numbers."""
         return self.weight + self.compensation if isinstance(self.weight, float) else self.weight
-
-    def add(self, weight: Weight) -> None:
-        """Count one micro-batch of `weight`."""
-        self.index += 1
-        self.add_weight(weight)
 
     def add_weight(self, weight: Weight) -> None:
         """Add `weight` to the sum, so that N equal floats sum to N times that float."""
@@ -110,15 +105,6 @@ class Window:
         divisor = self.steps * (self.reference / (weight if reduction == "mean" else 1.0))
         unscaled = isinstance(self.factor, float) and self.factor == 1.0
         return divisor if unscaled else divisor / self.factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything above as JSON scalars (and 0-dim tensors where weights are tensors)."""
-        return asdict(self)
-
-
-def is_number(weight: Any) -> TypeGuard[float]:
-    """Whether `weight` is known on the host."""
-    return isinstance(weight, (int, float))
 
 
 def check_steps(steps: Any) -> int:

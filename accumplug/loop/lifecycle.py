@@ -56,7 +56,7 @@ class Lifecycle:
         self.normalizer = Normalizer(group, gradients, options.sync == "every")
         self.reducer = Reducer(group, gradients, options, registry)
         self.rendezvous = Rendezvous(group, gradients, self.normalizer, options, host, registry)
-        self.stepper = Stepper(state, gradients, options, scaler, host, registry)
+        self.stepper = Stepper(state, gradients, options, scaler, host)
         own = weakref.proxy(self)  # without a circle, what is dropped is gone from the registry
         join, end = lambda kind: own.run_empty(kind), lambda: own._end_pass()
         known = models.are_known
@@ -549,7 +549,7 @@ class Lifecycle:
         saved["last"] = None if state.last is None else asdict(state.last)
         saved["window"] = None
         if state.window is not None:
-            saved["window"] = state.window.state_dict()
+            saved["window"] = asdict(state.window)
             losses = state.losses.value
             saved["loss_sum"] = None if losses is None else losses.clone()
             saved["overflows"] = stepper.overflows

@@ -89,9 +89,9 @@ class Reducer:
             if block.ends:
                 self._refuse_left_out(block)
         block.others = others = self._registry.other_owners()
-        unseen = self._group.size > 1 and self._registry.has_unseen_models()
+        unseen = others.unseen and self._group.size > 1 and any(b() for b in others.unseen)
         if block.ddp_modules or block.fsdp_roots or others.ddp_modules or unseen:
-            block.deferred = self._defer(block, unseen)
+            block.deferred = self._defer(block, bool(unseen))
 
     def _defer(self, block: BlockState, unseen: bool) -> ExitStack:
         """Keep DDP and fully_shard from reducing, except in the backward that has to."""

@@ -25,10 +25,10 @@ class Registry:
     live: ClassVar[weakref.WeakSet[Registry]] = weakref.WeakSet()
     abandoned: ClassVar[list[RemovableHandle]] = []
     """Hooks whose owners are gone."""
+    stepping: ClassVar[int] = 0
+    """Accumulators that are stepping their optimizers now."""
 
     def __init__(self, state: LoopState, gradients: GradientBuffer, scaler: Scaler | None) -> None:
-        self.stepping = False
-        """The optimizers are being stepped by this Accumulator."""
         self._state = state
         self._gradients = gradients
         self._scaler = scaler
@@ -48,10 +48,6 @@ class Registry:
         """All other Accumulators that are alive."""
         return [] if len(Registry.live) == 1 else [r for r in Registry.live if r is not self]
 
-    def has_unseen_models(self) -> bool:
-        """Whether another Accumulator has run no block yet, so that its modules are not known."""
-        return any(not other._gradients.models for other in self.others)
-
     def other_owners(self) -> OtherOwners:
         """What belongs to the other Accumulators and not to this one."""
         if self._found.changes != GradientBuffer.changes:
@@ -67,6 +63,7 @@ class Registry:
         roots = {id(r): r for b in buffers for r in b.fsdp_roots(b.models) if r not in mine}
         return OtherOwners(
             GradientBuffer.changes,
+            [weakref.ref(b) for b in buffers if not b.models],
             [weakref.ref(p) for p in parameters.values()],
             [weakref.ref(d) for d in ddps.values()],
             [weakref.ref(r) for r in roots.values()],
@@ -75,10 +72,6 @@ class Registry:
     def shares_scaler(self) -> bool:
         """Whether another Accumulator may have updated the scaler while this window was open."""
         return self._scaler is not None and any(r._scaler is self._scaler for r in self.others)
-
-    def any_stepping(self) -> bool:
-        """Whether any Accumulator is stepping optimizers now."""
-        return any(registry.stepping for registry in Registry.live)
 
     def others_in_pass(self) -> bool:
         """Whether another Accumulator goes through data now."""

@@ -7,7 +7,7 @@ from accumplug.core.host import Host
 from accumplug.core.normalization import Normalizer
 from accumplug.core.options import Options
 from accumplug.core.state import COUNTED, BlockKind, BlockState, LoopState, Phase
-from accumplug.core.window import Window
+from accumplug.core.window import Weight, Window
 from accumplug.loop.registry import Registry
 from accumplug.parallel.ddp import has_sparse_gradients
 from accumplug.parallel.group import DataParallelGroup
@@ -49,20 +49,11 @@ class Rendezvous:
         counted = block.kind in COUNTED
         count = float(window.index + counted)
         closing = float(counted or block.kind is BlockKind.FLUSH)
-        concurrent = float(self._registry.ran_concurrently())
-        elements = self._gradients.elements() if concurrent else 0.0
         more = float(data_pass is not None and not data_pass.last)
-        unknown = float(not (block.by_hand or self._gradients.models))
-        numbers = [count, more, closing, concurrent, elements, unknown]
-        total, sums = self._group.agree(window.total, numbers, self._gradients.device)
-        counts, alive, closers, all_concurrent, all_elements, all_unknown = sums
-        if all_unknown and self._group.size > 1:
-            self._reduce_by_hand(block, closers)
-        if all_concurrent:
-            uneven = counts != self._group.size * count
-            everywhere = all_concurrent == self._group.size
-            differ = everywhere and all_elements != self._group.size * elements
-            self._refuse_concurrent(state, alive, uneven or differ)
+        total, sums = window.total, [count, more, closing]
+        if self._group.size > 1:
+            total, sums = self._sum(state, block, total, sums)
+        counts, alive, closers = sums
         if data_pass is not None and not data_pass.in_step:
             data_pass.alive = alive
         if block.kind not in COUNTED:
@@ -73,6 +64,28 @@ class Rendezvous:
             self._refuse_unstepped(block, window)
         block.closers = int(closers)
         block.empty = self._normalizer.rescale(window, total, counts)
+
+    def _sum(
+        self, state: LoopState, block: BlockState, total: Weight, own: list[float]
+    ) -> tuple[Weight, list[float]]:
+        """The weight and what this rank tells the others of the window, summed over the ranks.
+
+        `own`: its micro-batches in the window, whether it has more data, whether it closes.
+        """
+        size = self._group.size
+        concurrent = float(self._registry.ran_concurrently())
+        elements = self._gradients.elements() if concurrent else 0.0
+        unknown = float(not (block.by_hand or block.models))
+        numbers = [*own, concurrent, elements, unknown]
+        total, sums = self._group.agree(total, numbers, self._gradients.device)
+        *sums, all_concurrent, all_elements, all_unknown = sums
+        counts, alive, closers = sums
+        if all_unknown:
+            self._reduce_by_hand(block, closers)
+        if all_concurrent:
+            differ = all_concurrent == size and all_elements != size * elements
+            self._refuse_concurrent(state, alive, counts != size * own[0] or differ)
+        return total, sums
 
     def is_absent(self, state: LoopState) -> bool:
         """Whether some ranks, but not all, have no data left."""

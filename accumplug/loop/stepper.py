@@ -34,7 +34,6 @@ class Stepper:
         options: Options,
         scaler: Scaler | None,
         host: Host,
-        registry: Registry,
     ) -> None:
         self.scale: Tensor | None = None
         """The scaler's scale in the open window, 0-dim; None before its first loss."""
@@ -44,7 +43,6 @@ class Stepper:
         self._gradients = gradients
         self._options = options
         self._host = host
-        self._registry = registry
         self._scaled_by: object = None
         self._kind: tuple[float, torch.dtype, torch.device, torch.Size] | None = None
         self._factor = torch.empty(0)  # the root gradient of that kind
@@ -98,7 +96,7 @@ class Stepper:
         `unread`: values to read with the others.
         """
         self._follow_scale(shared)
-        self._registry.stepping = True
+        Registry.stepping += 1
         try:
             return take_update(
                 self._gradients.stepped_parameters,
@@ -115,7 +113,7 @@ class Stepper:
             window.torn = str(error)
             raise
         finally:
-            self._registry.stepping = False
+            Registry.stepping -= 1
 
     def observe_step(
         self, block: BlockState, values: Sequence[Tensor | float], ranks: int
@@ -159,13 +157,11 @@ class Stepper:
 
     def _refuse_other_steps(self, state: LoopState) -> None:
         """Let the optimizers raise if the loop steps them on a sum that is not finished."""
-        registry, owner = weakref.ref(self._registry), weakref.ref(state)
+        owner = weakref.ref(state)
 
         def refuse_step(*_: Any) -> None:
-            registered, now = registry(), owner()
-            if registered is None or now is None or registered.any_stepping():
-                return
-            if now.block is not None or now.pending:
+            now = None if Registry.stepping else owner()
+            if now is not None and (now.block is not None or now.pending):
                 raise RuntimeError(
                     "accum takes the step (optimizer= was given); leave optimizer.step() out of "
                     "the loop"

@@ -37,9 +37,7 @@ class DataParallelGroup:
     @property
     def size(self) -> int:
         """Number of ranks of the group; 1 without a process group."""
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_world_size(self.group)
-        return 1
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from fractions import Fraction
 
 import pytest
@@ -14,12 +15,18 @@ from accumplug.core.window import Window, check_steps, check_weight
 positive = st.floats(1e-6, 1e6, allow_nan=False)
 
 
+def add(window, weight):
+    """Count one micro-batch of `weight`."""
+    window.index += 1
+    window.add_weight(weight)
+
+
 def run(window, weights, total=None, ranks=1):
     """What each micro-batch's loss is multiplied by in the end, by the calls of a real window."""
     factors = []
     for place, weight in enumerate(weights):
         scale = window.refer(weight)
-        window.add(weight)
+        add(window, weight)
         last = place == len(weights) - 1
         if last:
             scale *= window.settle(window.total if total is None else total, ranks)
@@ -53,7 +60,7 @@ def test_a_full_window_of_equal_weights_divides_by_steps_and_rescales_nothing(st
     window = Window(steps)
     for _ in range(steps):
         assert window.refer(weight) == 1.0
-        window.add(weight)
+        add(window, weight)
     assert window.settle(window.total, 1) == 1.0
     assert window.divisor(weight) == steps
 
@@ -65,7 +72,7 @@ def test_equal_weights_on_several_ranks_rescale_nothing(ranks, weight):
     window = Window(5)
     for _ in range(5):
         window.refer(weight)
-        window.add(weight)
+        add(window, weight)
     total = 0.0
     for _ in range(ranks):
         total += window.total
@@ -78,7 +85,7 @@ def test_equal_weights_sum_to_exactly_their_multiple(weight, count):
     """Ten times 0.1 by plain additions is 0.9999999999999999; the true sum rounds to 1.0."""
     window = Window(count)
     for _ in range(count):
-        window.add(weight)
+        add(window, weight)
     assert window.total == float(count * Fraction(weight))
 
 
@@ -87,7 +94,7 @@ def test_the_sum_of_weights_is_the_rounded_true_sum(weights):
     """math.fsum is correctly rounded; a compensated sum is within an ulp of it."""
     window = Window(1)
     for weight in weights:
-        window.add(weight)
+        add(window, weight)
     assert window.total == pytest.approx(math.fsum(weights), rel=3e-16)
     assert window.index == len(weights)
 
@@ -99,7 +106,7 @@ def test_the_running_sum_only_moves_by_powers_of_two_before_the_end(weights):
     for weight in weights:
         mantissa, _ = math.frexp(window.refer(weight))
         assert mantissa == 0.5
-        window.add(weight)
+        add(window, weight)
 
 
 @given(st.lists(positive, min_size=1, max_size=12))
@@ -109,7 +116,7 @@ def test_what_is_back_propagated_has_the_magnitude_of_the_mean_loss(weights):
     for weight in weights:
         window.refer(weight)
         assert 1.0 / window.divisor(weight) <= 2.0 / len(weights) * (1 + 1e-15)
-        window.add(weight)
+        add(window, weight)
 
 
 def test_the_reference_is_the_first_weight_that_is_not_zero():
@@ -133,8 +140,8 @@ def test_the_state_is_plain_numbers():
     """It is saved as JSON in the middle of a window."""
     window = Window(4)
     window.refer(3.0)
-    window.add(3.0)
-    state = window.state_dict()
+    add(window, 3.0)
+    state = asdict(window)
     assert state["steps"] == 4
     assert state["index"] == 1
     assert Window(**state) == window
