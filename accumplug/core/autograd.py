@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ def run_backward(
 
 
 def _run(
-    engine: Callable[..., Any],
+    engine: Callable[..., object],
     roots: Sequence[Tensor],
     grads: Sequence[Tensor],
     retain_graph: bool | None,
@@ -46,9 +45,9 @@ def _run(
 
 
 @functools.cache
-def _engine() -> Callable[..., Any] | None:
+def _engine() -> Callable[..., object] | None:
     """The private function behind `torch.autograd.backward` (2.8 to 2.15), if it still is that."""
-    engine: Callable[..., Any] | None
+    engine: Callable[..., object] | None
     engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
     leaf = torch.zeros((), device="cpu", requires_grad=True)
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any  # of state_dicts, which are JSON and tensors
 
 from torch import Tensor
 
@@ -34,16 +35,16 @@ class NoiseProbe:
         if self._small is not None:
             self._large = self._norm()
 
-    def values(self, scale: Any) -> list[Any]:
+    def values(self, scale: Tensor | None) -> list[Weight]:
         """What is to be summed over the ranks: squared norm, 1 / weight, ranks that have them."""
         if self._small is None:
             return [0.0, 0.0, 0.0]
-        scale = 1.0 if scale is None else scale
+        one: Weight = 1.0 if scale is None else scale
         if self._large is not None:
-            self._large = self._large / scale
-        return [(self._small / scale) ** 2, 1.0 / self._weight, 1.0]
+            self._large = self._large / one
+        return [(self._small / one) ** 2, 1.0 / self._weight, 1.0]
 
-    def record(self, norm: Any, total: Weight, values: Any) -> None:
+    def record(self, norm: Weight | None, total: Weight, values: Sequence[Weight]) -> None:
         """The window became an update of gradient norm `norm`: take it in.
 
         Waits for the device once, for what the step has not read.
@@ -51,10 +52,9 @@ class NoiseProbe:
         large = norm if self._large is None else self._large
         if large is None:
             return
-        unread = [large, total, *values]
-        large, total, small, inverse, ranks = read_together(unread)
+        known, weight, small, inverse, ranks = read_together([large, total, *values])
         if ranks:
-            self.noise.update(small / ranks, large**2, ranks / inverse, total)
+            self.noise.update(small / ranks, known**2, ranks / inverse, weight)
 
     def reset(self) -> None:
         """The window is over."""

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accumplug.core.options import Scaler, Scheduler
 from accumplug.core.result import read_together
 from accumplug.errors import MovedError, NonFiniteError
 from accumplug.parallel.fsdp import local, whole
@@ -37,8 +39,8 @@ class Outcome(NamedTuple):
 def take_update(
     parameters: Sequence[nn.Parameter],
     optimizers: Sequence[Optimizer],
-    schedulers: Sequence[Any],
-    scaler: Any,
+    schedulers: Sequence[Scheduler],
+    scaler: Scaler | None,
     max_grad_norm: float | None,
     nonfinite: str,
     total: float | Tensor = 1.0,
@@ -64,8 +66,8 @@ def take_update(
             f"was it built over the model that runs in the block?",
             stacklevel=6,
         )
-    for optimizer in optimizers if scaler is not None else ():
-        if has_gradients(optimizer):
+    for optimizer in optimizers:
+        if scaler is not None and has_gradients(optimizer):
             scaler.unscale_(optimizer)
     norm = total_norm(graded)
     flags = [_found_inf(scaler, o, norm) for o in optimizers] if scaler is not None else []
@@ -83,51 +85,48 @@ def take_update(
             scaler.update()
         raise NonFiniteError(_explain(value, scaler))
     if scaler is None or _states(scaler) is None:
-        bad = [nothing or not finite] * len(optimizers)
+        good = list(optimizers) if finite and not nothing else []
     else:
-        bad = [nothing or bool(flag) for flag in flag_values]
-    if max_grad_norm is not None and not all(bad):
-        _clip(graded, norm, max_grad_norm, optimizers, bad)
+        flagged = zip(optimizers, flag_values, strict=True)
+        good = [o for o, flag in flagged if not (nothing or flag)]
+    if max_grad_norm is not None and good:
+        clipped = graded
+        if len(good) < len(optimizers):  # a NaN of one that is skipped must not spread
+            own = {id(p) for o in good for group in o.param_groups for p in group["params"]}
+            clipped = [p for p in graded if id(p) in own]
+            norm = total_norm(clipped)
+        _clip(clipped, norm, max_grad_norm)
     before_step()
-    stepped = _step(optimizers, bad, scaler if graded else None)
+    stepped = _step(optimizers, good, scaler if graded else None)
     for scheduler in schedulers:
-        if stepped.get(id(getattr(scheduler, "optimizer", None)), any(stepped.values())):
+        its = getattr(scheduler, "optimizer", None)
+        if its in stepped if its in optimizers else stepped:
             scheduler.step()
-    return Outcome(any(stepped.values()), value, known_total, read)
+    return Outcome(bool(stepped), value, known_total, read)
 
 
-def _step(optimizers: Sequence[Optimizer], bad: Sequence[bool], scaler: Any) -> dict[int, bool]:
-    """Step the optimizers, whose gradients are unscaled, and update the scaler once after all.
+def _step(
+    optimizers: Sequence[Optimizer], good: list[Optimizer], scaler: Scaler | None
+) -> list[Optimizer]:
+    """Step those whose gradients, which are unscaled, are `good`, and update the scaler after all.
 
-    Returns which of them stepped, by id.
+    Returns those that have stepped.
     """
     if scaler is None or _states(scaler) is not None:
-        for optimizer, is_bad in zip(optimizers, bad, strict=True):
-            if not is_bad:
-                optimizer.step()
+        for optimizer in good:
+            optimizer.step()
         if scaler is not None:
             scaler.update()
-        return {id(o): not is_bad for o, is_bad in zip(optimizers, bad, strict=True)}
+        return good
     scale = scaler.get_scale()  # a scaler of another make: it alone knows what it skips
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    return {id(o): scaler.get_scale() >= scale for o in optimizers}
+    return list(optimizers) if scaler.get_scale() >= scale else []
 
 
-def _clip(
-    graded: Sequence[nn.Parameter],
-    norm: Tensor,
-    max_grad_norm: float,
-    optimizers: Sequence[Optimizer],
-    bad: Sequence[bool],
-) -> None:
-    """Clip what will be stepped on; a NaN of an optimizer that is skipped must not spread."""
-    if any(bad):
-        good = [o for o, is_bad in zip(optimizers, bad, strict=True) if not is_bad]
-        stepped = {id(p) for o in good for group in o.param_groups for p in group["params"]}
-        graded = [p for p in graded if id(p) in stepped]
-        norm = total_norm(graded)
+def _clip(graded: Sequence[nn.Parameter], norm: Tensor, max_grad_norm: float) -> None:
+    """Scale the gradients of total norm `norm` down to `max_grad_norm`."""
     plain = [p for p in graded if not isinstance(p.grad, DTensor)]
     torch.nn.utils.clip_grads_with_norm_(plain, max_grad_norm, norm)
     if len(plain) < len(graded):
@@ -151,7 +150,7 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def _meshes(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     """The sharded gradients among `grads`, by the mesh that they are sharded over."""
-    groups: dict[Any, list[Tensor]] = {}
+    groups: dict[DeviceMesh, list[Tensor]] = {}
     for grad in grads:
         if isinstance(grad, DTensor):
             groups.setdefault(grad.device_mesh, []).append(grad)
@@ -163,20 +162,20 @@ def has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def _states(scaler: Any) -> Any:
+def _states(scaler: Scaler | None) -> Any:  # or None; torch does not name the type
     # torch/amp/grad_scaler.py: {id(optimizer): {"stage", "found_inf_per_device"}}.
     # Reading the flags here instead of in scaler.step() saves a wait for the device.
     return _private(scaler, "_per_optimizer_states", "its flags and whether it has unscaled")
 
 
-def _private(scaler: Any, name: str, purpose: str) -> Any:
+def _private(scaler: Scaler | None, name: str, purpose: str) -> Any:  # of whatever type it is
     """A field of a GradScaler; None for a scaler of another kind."""
     if isinstance(scaler, torch.amp.GradScaler) and not hasattr(scaler, name):
         raise MovedError(f"GradScaler.{name}", purpose)
     return getattr(scaler, name, None)
 
 
-def _found_inf(scaler: Any, optimizer: Optimizer, like: Tensor) -> Tensor:
+def _found_inf(scaler: Scaler, optimizer: Optimizer, like: Tensor) -> Tensor:
     """The scaler's flag for `optimizer` after unscale_, 0-dim; 0 where there is none."""
     found: list[Tensor] = []
     if (states := _states(scaler)) is not None and id(optimizer) in states:
@@ -186,26 +185,26 @@ def _found_inf(scaler: Any, optimizer: Optimizer, like: Tensor) -> Tensor:
     return torch.stack(found).sum() if found else torch.zeros((), device=like.device)
 
 
-def scale_state(scaler: Any) -> object:
+def scale_state(scaler: Scaler) -> object:
     """Differs if the scale of `scaler` has been changed; not read from the device."""
     scale = _private(scaler, "_scale", "noticing a change of the scale inside of a window")
     return (id(scale), scale._version) if isinstance(scale, Tensor) else None
 
 
-def unscaled(scaler: Any) -> bool:
+def unscaled(scaler: Scaler) -> bool:
     """Whether `scaler` stands between unscale_ and update, where nothing may be saved."""
     states = _states(scaler) or {}
     return any(state["stage"].name != "READY" for state in list(states.values()))
 
 
-def forget_unscaled(scaler: Any, optimizers: Iterable[Optimizer]) -> None:
+def forget_unscaled(scaler: Scaler, optimizers: Iterable[Optimizer]) -> None:
     """Let `scaler` unscale `optimizers` again: the gradients it has unscaled are thrown away."""
     states = _states(scaler) or {}
     for optimizer in optimizers:
         states.pop(id(optimizer), None)
 
 
-def _explain(norm: float, scaler: Any) -> str:
+def _explain(norm: float, scaler: Scaler | None) -> str:
     hint = ""
     if scaler is not None:
         hint = (

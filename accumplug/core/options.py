@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
@@ -30,8 +30,8 @@ class Scaler(Protocol):
     def is_enabled(self) -> bool: ...
     def scale(self, outputs: Tensor) -> Tensor: ...
     def unscale_(self, optimizer: Optimizer) -> None: ...
-    def step(self, optimizer: Optimizer) -> Any: ...
-    def update(self, new_scale: Any = None) -> None: ...
+    def step(self, optimizer: Optimizer) -> object: ...
+    def update(self, new_scale: float | Tensor | None = None) -> None: ...
     def get_scale(self) -> float: ...
     def get_backoff_factor(self) -> float: ...
 
@@ -66,7 +66,7 @@ class Options:
     def check(
         cls,
         optimizer: Any,  # prepared ones are unwrapped here
-        scheduler: Any,
+        scheduler: Any,  # as well
         scaler: Any,  # of any make, see below
         max_grad_norm: float | None,
         tail: Tail,
@@ -115,7 +115,7 @@ class Options:
         )
 
 
-def _check_optimizer(one: Any) -> None:
+def _check_optimizer(one: object) -> None:
     if any(c.__name__ == "DPOptimizer" for c in type(one).__mro__):
         raise ValueError(PER_SAMPLE)
     if not isinstance(one, Optimizer):
@@ -134,7 +134,7 @@ PER_SAMPLE = (
 )
 
 
-def _check_scheduler(one: Any, optimizers: Sequence[Optimizer]) -> None:
+def _check_scheduler(one: Scheduler, optimizers: Sequence[Optimizer]) -> None:
     if not callable(getattr(one, "step", None)):
         raise OptionTypeError(f"scheduler has a step method; {type(one).__name__} has none")
     if isinstance(one, ReduceLROnPlateau):
@@ -156,7 +156,7 @@ def _check_scheduler(one: Any, optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def _needed_arguments(step: Any) -> list[str]:
+def _needed_arguments(step: Callable[..., object]) -> list[str]:
     """Names of the arguments without which `step` can't be called."""
     try:
         parameters = inspect.signature(step).parameters.values()
@@ -166,7 +166,7 @@ def _needed_arguments(step: Any) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
-def _check_norm(max_grad_norm: Any) -> None:
+def _check_norm(max_grad_norm: object) -> None:
     if max_grad_norm is None:
         return
     if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, (int, float)):
@@ -175,7 +175,7 @@ def _check_norm(max_grad_norm: Any) -> None:
         raise ValueError(f"max_grad_norm is a finite number above 0; got {max_grad_norm!r}")
 
 
-def _refuse_unused(schedulers: tuple[Any, ...], max_grad_norm: Any, nonfinite: str) -> None:
+def _refuse_unused(schedulers: Sequence[object], max_grad_norm: object, nonfinite: str) -> None:
     for name, given in (
         ("scheduler", bool(schedulers)),
         ("max_grad_norm", max_grad_norm is not None),
@@ -194,7 +194,7 @@ def _sequence(given: T | Sequence[T] | None) -> tuple[T, ...]:
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[return-value]
 
 
-def unprepared(prepared: Any) -> Any:
+def unprepared(prepared: Any) -> Any:  # Accelerate's or torch's, whatever was given
     """The torch object inside of a prepared optimizer or scheduler; known by its attributes,
     so that a loop without Accelerate need not import it."""
     while hasattr(prepared, "gradient_state"):

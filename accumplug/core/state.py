@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +18,7 @@ from accumplug.core.normalization import WindowPlan
 from accumplug.core.result import ClosedWindow, LossSum, WindowResult
 from accumplug.core.window import Weight, Window, check_steps
 
+T = TypeVar("T")
 COUNTERS = ("windows", "updates", "skipped", "micro_batches", "epoch", "position", "syncs")
 
 
@@ -231,7 +232,7 @@ class DataPassState:
 class PassObserver(Protocol):
     """What a `Checkpointer` does in a pass."""
 
-    def open_pass(self, state: DataPassState, loader: Any) -> Iterator[tuple[Any, bool]]:
+    def open_pass(self, state: DataPassState, loader: Iterable[T]) -> Iterator[tuple[T, bool]]:
         """The items of a pass, each with whether it is the last; from where another process was
         in it, if `state.resumed` says so then."""
 

@@ -107,7 +107,7 @@ class Window:
         return divisor if unscaled else divisor / self.factor
 
 
-def check_steps(steps: Any) -> int:
+def check_steps(steps: object) -> int:
     """Return `steps`, or raise ValueError (OptionTypeError for what is no int)."""
     if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
         wrong = ValueError if isinstance(steps, Integral) else OptionTypeError
@@ -117,7 +117,7 @@ def check_steps(steps: Any) -> int:
     return int(steps)
 
 
-def check_weight(weight: Any) -> Weight:
+def check_weight(weight: Any) -> Weight:  # whatever was given; no torch here to ask
     """Return `weight`, a number as float, or raise ValueError or OptionTypeError."""
     if type(weight) is int and weight >= 0:
         return float(weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any  # of state_dicts, which are JSON
@@ -383,7 +383,7 @@ class Lifecycle:
         state, stepper, probe = self.state, self.stepper, self.noise_probe
         numbers = [stepper.overflows] if self._keeps else []
         told = self.host.step_values()
-        noise = probe.values(stepper.scale) if probe is not None else []
+        noise: Sequence[Weight] = probe.values(stepper.scale) if probe is not None else []
         home = self.gradients.device
         loss = zero(home) if state.losses.value is None else state.losses.value
         sums, (loss_sum, *noise) = self.group.sum_both([*numbers, *told], [loss, *noise], home)

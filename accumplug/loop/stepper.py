@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,7 +158,7 @@ class Stepper:
         """Let the optimizers raise if the loop steps them on a sum that is not finished."""
         owner = weakref.ref(state)
 
-        def refuse_step(*_: Any) -> None:
+        def refuse_step(*_: object) -> None:
             now = None if Registry.stepping else owner()
             if now is not None and (now.block is not None or now.pending):
                 raise RuntimeError(

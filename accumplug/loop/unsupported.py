@@ -28,7 +28,7 @@ ENGINE = (
 )
 
 
-def refuse_model(model: Any, ranks: DataParallelGroup) -> None:
+def refuse_model(model: object, ranks: DataParallelGroup) -> None:
     """Raise if windows over `model` would be silently wrong."""
     refuse_engine(model)
     if not isinstance(model, nn.Module):
@@ -47,7 +47,7 @@ def refuse_model(model: Any, ranks: DataParallelGroup) -> None:
     _refuse_unreduced(model, ranks)
 
 
-def refuse_engine(model: Any) -> None:
+def refuse_engine(model: object) -> None:
     """Raise ValueError for a DeepSpeed engine, which divides, reduces and steps by itself."""
     if any(c.__name__ == "DeepSpeedEngine" for c in type(model).__mro__):
         raise ValueError(ENGINE)
@@ -140,11 +140,12 @@ def refuse_fused_backward(parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def _reaches_optimizer(hook: Any) -> bool:
+def _reaches_optimizer(hook: object) -> bool:
     """Whether the function `hook` refers to an optimizer, directly or in a container."""
     owner = getattr(hook, "__self__", None)
-    function = inspect.unwrap(getattr(hook, "__func__", getattr(hook, "func", hook)))
-    reached: list[Any] = [owner, *getattr(hook, "args", ())]
+    wrapped: Any = getattr(hook, "__func__", getattr(hook, "func", hook))  # a function or not
+    function = inspect.unwrap(wrapped)
+    reached: list[object] = [owner, *getattr(hook, "args", ())]
     if inspect.isfunction(function):
         variables = inspect.getclosurevars(function)
         reached += [*variables.nonlocals.values(), *variables.globals.values()]
