@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,12 @@ from accumplug.dataloading.fingerprint import fingerprint
 from accumplug.dataloading.generators import Generators
 from accumplug.dataloading.rng import State
 
-KEPT = 4  # fingerprints of items before the position
+KEPT = 4  # fingerprints of items before the position; a stateful loader goes back to the first
 _END: Any = object()
+
+
+class _OtherItem(Exception):
+    """A stateful loader gives another item than before: its state_dict has not all of its state."""
 
 
 class Fetcher:
@@ -21,8 +26,9 @@ class Fetcher:
 
     Of items that are fetched one after the other, with nothing else between, it keeps the state
     before the first. `stateful` is a loader with state_dict and load_state_dict, whose state is
-    kept as well. `on_other_item` is called with the number of a fetch that gave another item here
-    than in the process that saved; None: items are not compared.
+    kept as well. If it does not give the same items after it was loaded, the pass is replayed from
+    its start. `on_other_item` is called with the number of a fetch that gave another item here
+    than in the process that saved, after that; None: items are not compared.
     """
 
     def __init__(
@@ -35,6 +41,7 @@ class Fetcher:
         self._stateful = stateful
         self._on_other_item = on_other_item
         self._iterator: Iterator[Any] = iter(())
+        self._loader: Any = None
         self._by_index = False
         self._captures = True
         self._starts: dict[int, State] = {}
@@ -47,6 +54,12 @@ class Fetcher:
         self._target = 0
         self._until = 0
         self._on_replayed: Callable[[], None] | None = None
+        self._ahead: deque[Any] = deque()
+        """Items that another process had fetched, and had no block on."""
+        self._kept = 0 if stateful is None else KEPT
+        self.origin: State | None = None
+        """The state of a stateful loader before the first fetch of the pass."""
+        self._go_back: Callable[[], None] | None = None
 
     def resume(
         self,
@@ -66,11 +79,19 @@ class Fetcher:
         self._on_replayed = on_replayed
         self._expected = dict(fingerprints) if self._on_other_item else {}
 
+    def may_go_back(self, origin: State | None, restore: Callable[[], None]) -> None:
+        """`origin`: of the process that saved. `restore` sets the generators to what they were
+        when the pass began, before its iterator was made."""
+        self.origin = origin
+        if origin is not None and self._stateful is not None and self._expected:
+            self._go_back = restore
+
     def through(self, loader: Any) -> Iterator[Any]:
         """Start on `loader`."""
         if self._known and self._stateful is not None:
             self._stateful.load_state_dict(self._known[min(self._known)]["protocol"])
         self._iterator = iter(loader)
+        self._loader = loader if self._go_back is not None else None
         # where that name is gone (or in a DataLoader with an __iter__ of its own), items are read
         self._by_index = _reads_by_index(loader) and hasattr(self._iterator, "_sampler_iter")
         # Workers draw from generators of their own; nothing in this process moves.
@@ -82,16 +103,31 @@ class Fetcher:
 
     def __next__(self) -> Any:
         if self._must_replay:
+            self._must_replay = False
             self._replay()
-        return self._fetch()
+        item = self._ahead.popleft() if self._ahead else self._fetch()
+        if item is _END:
+            raise StopIteration
+        return item
 
     def starts(self, number: int) -> tuple[dict[int, State], int]:
         """What `resume` needs to go to fetch `number`: states, and how many fetches were made."""
-        first = max((n for n in self._starts if n <= number), default=number)
-        starts = {n: state for n, state in self._starts.items() if n >= first}
+        first = self._first(number, number)
+        starts = {
+            # the loader is loaded with the first one only
+            n: state if n == first else {**state, "protocol": None}
+            for n, state in self._starts.items()
+            if n >= first
+        }
         if not starts and self._stateful is not None:
             starts = {number: self._state()}
         return starts, max(number, self._number)
+
+    def _first(self, number: int, default: int) -> int:
+        """The last fetch whose state is known and that comes so far before `number` that what
+        follows tells whether the loader gives the same items."""
+        earlier = sorted(n for n in self._starts if n <= number)
+        return max([n for n in earlier if n <= number - self._kept] or earlier[:1], default=default)
 
     @property
     def fingerprints(self) -> dict[int, int]:
@@ -101,32 +137,47 @@ class Fetcher:
     def blocks_ran(self, number: int) -> None:
         """Something else has run, and no fetch before `number` will be asked for."""
         self._moved = True
-        first = max((n for n in self._starts if n <= number), default=0)
+        first = self._first(number, 0)
         self._starts = {n: state for n, state in self._starts.items() if n >= first}
         self._fingerprints = {n: f for n, f in self._fingerprints.items() if n >= number - KEPT}
 
     def close(self) -> None:
         """Let go of the loader's iterator: its workers end at once if it is freed here, and only
         after seconds if it is found in a cycle later."""
-        self._iterator = iter(())
+        self._iterator, self._loader = iter(()), None
 
     def loader_state(self) -> Any:
         """The state of the stateful loader."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
     def _replay(self) -> None:
-        self._must_replay = False
-        first = min(self._known, default=self._target)
-        if self._known and self._stateful is not None:
-            self._number = first  # its state was loaded
+        """Fetch what another process had fetched, from the states that it had then."""
+        known, expected = dict(self._known), dict(self._expected)
+        try:
+            self._fetch_again(min(known, default=self._target), loaded=self._stateful is not None)
+        except _OtherItem:
+            assert self._go_back is not None
+            assert self.origin is not None
+            self._go_back()
+            self._go_back = None
+            self._ahead.clear()
+            self._stateful.load_state_dict(copy.deepcopy(self.origin["protocol"]))
+            self._iterator = iter(self._loader)
+            self._known, self._expected, self._number = {0: self.origin, **known}, expected, 0
+            self._fetch_again(0, loaded=True)
+        self._go_back = self._loader = None
+
+    def _fetch_again(self, first: int, loaded: bool) -> None:
+        if self._known and loaded:
+            self._number = first
         while self._number < first and self._skip():
             pass
         self._number = first
         while self._number < self._target:
-            try:
-                self._fetch()
-            except StopIteration:
+            if self._fetch() is _END:
                 return
+        while self._number < self._until and not (self._ahead and self._ahead[-1] is _END):
+            self._ahead.append(self._fetch())
 
     def _skip(self) -> bool:
         """Pass over one item, if there is one. One that is found by its index is not read."""
@@ -141,20 +192,26 @@ class Fetcher:
     def _fetch(self) -> Any:
         if (known := self._known.pop(self._number, None)) is not None:
             self._generators.restore(known["states"])
-            self._starts[self._number] = known
+            protocol = known["protocol"]
+            self._starts[self._number] = {
+                **known,
+                "protocol": self.loader_state() if protocol is None else protocol,
+            }
             self._moved = False
         self._finish_replay_if_done()
         if self._moved and self._captures:
             self._starts[self._number] = self._state()
+        if self._number == 0 and self._stateful is not None:
+            self.origin = self._starts.get(0, self.origin)
         self._moved = False
         self._number += 1
         try:
             item = next(self._iterator, _END)
-        finally:
+        except BaseException:
             self._finish_replay_if_done()
+            raise
         self._compare(self._number - 1, item)
-        if item is _END:
-            raise StopIteration
+        self._finish_replay_if_done()
         return item
 
     def _compare(self, number: int, item: Any) -> None:
@@ -165,6 +222,8 @@ class Fetcher:
         expected = self._expected.pop(number, found)
         ends_early = item is _END and any(f and n > number for n, f in self._expected.items())
         if expected != found or ends_early:
+            if self._go_back is not None:
+                raise _OtherItem
             self._expected = {}
             self._on_other_item(number)
 

@@ -19,6 +19,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -101,8 +102,7 @@ class DataPosition:
         resharding.refuse_other_pass(deal["loader"], source)
         if not resume["start"]["has_iterator"]:
             use_iterator(source)
-        self._generators.set_numbers(resume["start"]["numbers"])
-        self._generators.restore(resume["start"]["states"])
+        self._restore_start(resume["start"])
         fetcher = self._new_fetcher(stateful_part(source))
         self._resume_fetcher(fetcher, resume, position * items_per_fetch(loader))
         return self._count_items(self._through(loader, fetcher), position)
@@ -133,6 +133,7 @@ class DataPosition:
         fetcher.resume(
             number, resume["starts"], resume["made"], self._restore_generators, fingerprints
         )
+        fetcher.may_go_back(resume.get("origin"), partial(self._restore_start, resume["start"]))
 
     @property
     def begun(self) -> bool:
@@ -160,11 +161,13 @@ class DataPosition:
             "has_workers": has_workers(self._source),
             "protocol": None,
             "fingerprints": {},
+            "origin": None,
         }
         if self._fetcher is not None:
             if is_open and not ended:
                 state["starts"], state["made"] = self._fetcher.starts(self._number(position))
                 state["fingerprints"] = self._fetcher.fingerprints
+                state["origin"] = self._fetcher.origin
             else:
                 state["protocol"] = self._fetcher.loader_state()
         return state
@@ -176,7 +179,8 @@ class DataPosition:
         """
         saved_position.check(state)
         started = [] if state["start"] is None else [state["start"]["states"]]
-        for states in (state["now"], *started, *(s["states"] for s in state["starts"].values())):
+        fetches = [*state["starts"].values(), *filter(None, [state.get("origin")])]
+        for states in (state["now"], *started, *(fetch["states"] for fetch in fetches)):
             if states is not None:
                 self._generators.check(states)
         self._resume, self._generators_at_save = state, state["now"]
@@ -196,6 +200,10 @@ class DataPosition:
     def _number(self, position: int) -> int:
         """How many fetches come before item `position`."""
         return (position - self._base) * self._per_item
+
+    def _restore_start(self, start: State) -> None:
+        self._generators.set_numbers(start["numbers"])
+        self._generators.restore(start["states"])
 
     def _restore_generators(self) -> None:
         if self._generators_at_save is not None:

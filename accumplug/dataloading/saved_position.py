@@ -21,10 +21,9 @@ def check(state: Any) -> None:
     _numbers(state.get("numbers"))
     for number, start in state["starts"].items():
         _count(number, "the number of a fetch")
-        _dict(start, "a fetch")
-        _each(start, {"states": dict})
-        if "protocol" not in start:
-            raise TypeError("a fetch has no protocol")
+        _fetch(start)
+    if state.get("origin") is not None:
+        _fetch(state["origin"])
     if "protocol" not in state:
         raise TypeError("the position has no protocol")
     for number, crc in _dict(state.get("fingerprints", {}), "fingerprints").items():
@@ -34,6 +33,12 @@ def check(state: Any) -> None:
         _start(start)
     elif state["ended"]:
         raise TypeError("a pass has ended that has not started")
+
+
+def _fetch(start: Any) -> None:
+    _each(_dict(start, "a fetch"), {"states": dict})
+    if "protocol" not in start:
+        raise TypeError("a fetch has no protocol")
 
 
 def _start(start: Any) -> None:

@@ -342,28 +342,57 @@ def test_a_shuffle_that_is_seeded_with_the_time_is_an_error_not_other_data(
 class Forgets:
     """A loader whose state_dict has its place in the file, and not what waits in its buffer."""
 
-    def __init__(self) -> None:
-        self.read = 0
+    def __init__(self, size: int = 8, seed: float = 3) -> None:
+        self.size, self.seed = size, seed
+        self.read = self.epoch = 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        rng, buffer = random.Random(3), []
+        rng, buffer = random.Random(self.seed + self.epoch), []
         while self.read < 64 or buffer:
-            while len(buffer) < 8 and self.read < 64:
+            while len(buffer) < self.size and self.read < 64:
                 buffer.append(self.read)
                 self.read += 1
             yield torch.tensor([float(buffer.pop(rng.randrange(len(buffer)))), 0.0])
+        self.read, self.epoch = 0, self.epoch + 1
 
     def state_dict(self) -> dict[str, int]:
-        return {"read": self.read}
+        return {"read": self.read, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.read = state["read"]
+        self.read, self.epoch = state["read"], state["epoch"]
 
 
-def test_a_loader_whose_state_forgets_its_buffer_is_an_error(tmp_path: Path) -> None:
-    run(Forgets(), tmp_path, until=13)
-    with pytest.raises(CheckpointError, match="item 13 of this pass.*without the loader's buffer"):
-        run(Forgets(), tmp_path)
+class Draws(Forgets):
+    """The same, shuffled by torch's own generator, which the loop's blocks may use as well."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for item in super().__iter__():
+            yield item + torch.rand(2)
+
+
+@pytest.mark.parametrize("stops", [(1,), (13,), (62,), (64,), (70,), (13, 2, 40)], ids=str)
+@pytest.mark.parametrize("size", [2, 8, 100])
+@pytest.mark.parametrize("loader", [Forgets, Draws])
+def test_a_loader_whose_state_forgets_its_buffer_is_replayed_from_the_start_of_its_pass(
+    loader: Callable[..., Any], size: int, stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    """What it gives after load_state_dict is recognised as another stream, also in the second
+    pass and after a second stop."""
+    start_anew()
+    expected = run(loader(size))
+    start_anew()
+    seen = []
+    for stop in stops:
+        seen += run(loader(size), tmp_path, until=stop)
+        torch.manual_seed(100)
+    assert len(expected) == 128
+    assert seen + run(loader(size), tmp_path) == expected
+
+
+def test_a_loader_that_forgets_more_than_a_replay_restores_is_an_error(tmp_path: Path) -> None:
+    run(Forgets(seed=time.time()), tmp_path, until=13)
+    with pytest.raises(CheckpointError, match="of this pass.*without the loader's buffer"):
+        run(Forgets(seed=time.time()), tmp_path)
 
 
 def test_data_that_were_changed_or_end_earlier_are_recognised(tmp_path: Path) -> None:
