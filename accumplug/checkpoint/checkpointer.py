@@ -8,8 +8,10 @@ import os
 import secrets
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, overload
@@ -385,11 +387,32 @@ class Checkpointer:
             data_pass,
             (data_pass, self._accum.parts.state.epoch),
         )
-        if self._order.begun and state is not None:
-            window_state.restore_pass(state, data_pass)
-        else:
+        if not self._order.begun or state is None:
             self._accum.parts.state.position = 0
-        return self._order.open(loader, self._accum.parts.state.position)
+            return self._order.open(loader, 0)
+        window_state.restore_pass(state, data_pass)
+        items = partial(self._order.open, loader, self._accum.parts.state.position)
+        return items() if self._store is None else self._open_together(items, self._store)
+
+    def _open_together(
+        self, resume: Callable[[], Iterator[tuple[Any, bool]]], store: RankStore
+    ) -> Iterator[tuple[Any, bool]]:
+        """The items of a pass that is resumed; an error on all ranks if one has other data.
+
+        What the saved run had fetched has been fetched again before the first item is there.
+        """
+        try:
+            items = resume()
+            first = list(islice(items, 1))
+        except Exception as error:
+            with suppress(RuntimeError):
+                store.share_all(f"{type(error).__name__}: {error}")
+            raise
+        failed = {rank: text for rank, text in enumerate(store.share_all("")) if text}
+        if failed:
+            each = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise CheckpointError(f"not all ranks can resume their data. {each}")
+        return chain(first, items)
 
     def must_stop(self, sync_point: SyncPoint) -> bool:
         """Whether the pass has to end before the next block."""

@@ -111,6 +111,21 @@ class RankStore:
             self.set(f"{key}/{self.rank}", "read")
         return value
 
+    def share_all(self, value: str) -> list[str]:
+        """The `value` of each rank. All ranks call it in the same order.
+
+        Rank 0 returns last, as it serves the store and may be about to end.
+        """
+        self._shared += 1
+        key = f"shared/{self._shared}"
+        self.set(f"{key}/{self.rank}", value)
+        values = [self.get(f"{key}/{rank}", rank) for rank in range(self.size)]
+        self.set(f"{key}/{self.rank}/read", "read")
+        if self.rank == 0:
+            others = range(1, self.size)
+            self.wait_until(lambda: [r for r in others if not self.has(f"{key}/{r}/read")])
+        return values
+
     def leave(self) -> None:
         """This rank uses the store no more. Rank 0, which serves it, waits for the others to leave.
 

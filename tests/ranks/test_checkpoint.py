@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +23,7 @@ from .checkpointing import (
     Run,
     Setup,
     Told,
+    Uneven,
     found_when_interrupted,
     interrupted_in_the_last_meeting,
     part,
@@ -282,3 +285,53 @@ def test_options_that_differ_on_ranks_are_named_when_it_is_built(
     for text in ranks.run(2, build_with, tmp_path, name, values):
         assert text.startswith(f"{name} is ")
         assert "on rank 0 and" in text
+
+
+class Changed(Uneven):
+    """Rank 1 has other data than the run that saved, or can't read them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            if self.rank == 1 and self.unreadable:
+                raise OSError(errno.EIO, "Input/output error")
+            yield x + (self.rank == 1), y
+
+    unreadable = False
+
+
+def resume_with_other_data(rank: int, directory: Path, sizes: Any, unreadable: bool) -> Any:
+    """What a rank raises in its resumed pass, and how many micro-batches it runs before."""
+    run = Run(rank, Setup(sizes=sizes), 1)
+    run.loader = Changed(rank, sizes)
+    run.loader.unreadable = unreadable
+    options: dict[str, Any] = {"model": run.model, "loader": run.loader}
+    caught: Exception | None = None
+    try:
+        with Checkpointer(directory, run.accum, **options) as checkpoint:
+            assert checkpoint.resume() is not None
+            run.train(checkpoint)
+    except Exception as error:
+        caught = error
+    return type(caught).__name__, str(caught), len(run.seen)
+
+
+@pytest.mark.parametrize("unreadable", [False, True])
+@pytest.mark.parametrize("sizes", [(8, 8), (1, 8), (8, 8, 8)], ids=str)
+def test_data_that_differ_on_one_rank_are_an_error_on_all_before_a_micro_batch(
+    ranks: Ranks, tmp_path: Path, sizes: tuple[int, ...], unreadable: bool
+) -> None:
+    """Else the others wait for it until the group's timeout. A rank may have no data left."""
+    ranks.run(len(sizes), part, Setup(sizes=sizes, epochs=1), tmp_path, options=EACH)
+    for newer in list_checkpoints(tmp_path)[2:]:
+        shutil.rmtree(newer)
+    began = time.monotonic()
+    results = ranks.run(len(sizes), resume_with_other_data, tmp_path, sizes, unreadable)
+    assert time.monotonic() - began < 20
+    name, told = (
+        ("OSError", "Input/output error") if unreadable else ("CheckpointError", "item 2 of this")
+    )
+    for rank, (kind, text, count) in enumerate(results):
+        assert (kind, count) == (name if rank == 1 else "CheckpointError", 0)
+        assert told in text
+        if rank != 1:
+            assert f"not all ranks can resume their data. rank 1: {name}: " in text
