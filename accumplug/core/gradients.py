@@ -129,7 +129,7 @@ class GradientBuffer:
         GradientBuffer.changes += 1
 
     def add(self, model: nn.Module) -> None:
-        """Let the parameters of `model` belong to the sum."""
+        """Add the parameters of `model` to the sum."""
         ddps = [weakref.ref(r) for r in ddp_modules(model)]
         fsdp_roots = [weakref.ref(r) for r in fsdp.roots(model)]
         own = list(fsdp.named_parameters(model).values())
@@ -141,14 +141,14 @@ class GradientBuffer:
         GradientBuffer.changes += 1
 
     def clear_new(self, model: nn.Module) -> None:
-        """Forget what other losses have left in parameters that are about to belong to the sum."""
+        """Drop what other losses have left in parameters that are about to join the sum."""
         own = {id(p) for p in self.parameters} | self._restored
         for parameter in fsdp.named_parameters(model).values():
             if id(parameter) not in own:
                 parameter.grad = None
 
     def refresh(self) -> bool:
-        """List the parameters anew: layers and parameter groups may have been added.
+        """Rebuild the list of parameters: layers and parameter groups may have been added.
 
         Returns whether a model has others than before.
         """
@@ -179,7 +179,7 @@ class GradientBuffer:
         return in_order(once, self._order()) if len(once) > 1 else list(once)
 
     def _order(self) -> list[nn.Parameter]:
-        """The parameters as all ranks know them, one that has run no block too."""
+        """The parameters in an order that all ranks share, including one that has run no block."""
         prepared = [] if self._stepped else self._prepared()
         return [*self._stepped.values(), *(p for m in prepared for p in m.parameters())]
 
@@ -200,24 +200,24 @@ class GradientBuffer:
 
     @property
     def reducible(self) -> list[nn.Parameter]:
-        """Those that all ranks know in the same order, one that has run no block too."""
+        """The parameters to reduce, in an order that all ranks share, one without blocks too."""
         return [p for p in self._order() if p.requires_grad and not isinstance(p, DTensor)]
 
     def unwrapped(self) -> list[nn.Parameter]:
-        """Those that the optimizers step and no wrapper reduces, in an order that all ranks find:
-        unfrozen after they were wrapped, or in no module that was wrapped."""
+        """Parameters that are stepped and that no wrapper reduces, in the same order on all ranks:
+        unfrozen after their module was wrapped, or in a module that was never wrapped."""
         wrapped: set[int] = set()
         for known in self._models.values():
             wrapped |= known.wrapped
         return [p for p in self.reducible if id(p) not in wrapped]
 
     def elements(self) -> float:
-        """How many numbers the sum has, the same on all ranks."""
+        """Number of elements of the sum, the same on all ranks."""
         return float(sum(p.numel() for p in self.parameters))
 
     @property
     def stepped_parameters(self) -> list[nn.Parameter]:
-        """Those that accum's optimizers step."""
+        """The parameters that accum's optimizers step."""
         return [p for p in self.parameters if id(p) in self._stepped]
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
@@ -249,14 +249,14 @@ class GradientBuffer:
         self.watch()
 
     def resume(self, model: nn.Module) -> None:
-        """`model` is new in a window that another process began: it was not known by then."""
+        """Prepare a model that first runs in a window that another process began."""
         for ddp in ddp_modules(model):
             if used := [p for p in ddp.parameters() if id(p) in self._restored]:
                 mark_used(ddp, used)
                 leave_buffers(ddp)
 
     def scale(self, factor: Weight) -> None:
-        """Multiply what has been summed up by `factor`, a number or a 0-dim tensor."""
+        """Multiply the running sum by `factor`, a number or a 0-dim tensor."""
         if isinstance(factor, float) and factor == 1.0:
             return
         grads = [fsdp.local(p.grad) for p in self.parameters if p.grad is not None]
@@ -295,14 +295,14 @@ class GradientBuffer:
 
     @property
     def device(self) -> torch.device:
-        """Where the sum is; that of its first parameter."""
+        """The device of the sum, which is that of its first parameter."""
         first = next(iter(self.parameters), None)
         return torch.device("cpu") if first is None else first.device
 
     def at_home(self, weight: Tensor) -> Weight:
-        """A tensor weight where the sum is, without a wait: it may come from another device.
+        """Move a tensor weight to the device of the sum without waiting.
 
-        One in host memory is read if the sum is elsewhere, as that is no wait for a device.
+        A weight in host memory is read as a number if the sum is on another device.
         """
         home = self.device
         if weight.device.type == home.type:
@@ -310,7 +310,7 @@ class GradientBuffer:
         return check_weight(weight.item()) if weight.is_cpu else weight
 
     def norm(self) -> Tensor:
-        """The 2-norm of what this rank has summed up, 0-dim."""
+        """The 2-norm of this rank's running sum, 0-dim."""
         grads = [fsdp.local(p.grad) for p in self.parameters if p.grad is not None]
         for root in self.fsdp_roots(self._models):
             grads += fsdp.sums(root)
@@ -318,13 +318,13 @@ class GradientBuffer:
         return torch.nn.utils.get_total_norm(values)
 
     def finite(self) -> Tensor:
-        """Whether all of it is finite, 0-dim."""
+        """Whether the whole running sum is finite, 0-dim."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         values = [g.coalesce().values() if g.is_sparse else g for g in grads]
         return torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf"))).to(self.device)
 
     def clear(self) -> None:
-        """Forget the sum. By assignment: 0 times NaN is NaN."""
+        """Drop the running sum by assignment, since 0 times NaN is NaN."""
         for parameter in self.parameters:
             parameter.grad = None
         for root in self.fsdp_roots(self._models):
@@ -353,14 +353,14 @@ class GradientBuffer:
         self._is_cast = False
 
     def watch_closed(self) -> None:
-        """Remember what a window has left, for a loop that steps itself."""
+        """Remember the gradients that a closed window has left to a loop that steps by itself."""
         watched = self._watched_parameters()
         self._closed = [
             (weakref.ref(p), weakref.ref(g)) for p in watched if (g := p.grad) is not None
         ]
 
     def still_there(self) -> str | None:
-        """What is left of the last window's gradients, in words, or None. Looked at once.
+        """Describe a gradient of the last window that is still there, or return None. Asked once.
 
         Waits for the device, but only where the loop keeps gradients (set_to_none=False).
         """
@@ -374,11 +374,11 @@ class GradientBuffer:
         return None
 
     def unwatch(self) -> None:
-        """Let go of what `mark` remembered: the window is closed."""
+        """Forget what `watch` has remembered: the window is closed."""
         self._seen, self._restored = [], set()
 
     def watch(self) -> None:
-        """Remember the sum as it is, by some of its tensors: one of each part of a model."""
+        """Remember the sum by a sample of its tensors, one for each part of a model."""
         self._seen = [
             (p, grad, grad._version)
             for p in self._watched or self._watched_parameters()
@@ -391,7 +391,7 @@ class GradientBuffer:
         return self._watched
 
     def what_changed(self, gone: bool = False) -> str | None:
-        """What has happened to the sum since `mark`, in words, or None.
+        """Describe a change of the sum since `watch`, or return None.
 
         `gone`: to be changed in place is no matter, as in a block that closes.
         """

@@ -30,7 +30,7 @@ class Host:
         return self.takes_step
 
     def models(self) -> list[nn.Module]:
-        """Models that the loop has made known, as wrapped for the ranks."""
+        """The models that the framework knows, as wrapped for the ranks."""
         return []
 
     def optimizers(self) -> list[Optimizer]:
@@ -45,7 +45,7 @@ class Host:
         """A block of the loop begins. `finish` has to run before a step in one that closes."""
 
     def leave(self) -> None:
-        """The block is over, in whatever way."""
+        """The block is over, with or without an exception."""
 
     def ends_pass(self, window: Window, ends_item: bool) -> bool:
         """Whether the loop's data end with the block that begins, as far as the host knows.
@@ -58,7 +58,7 @@ class Host:
         """The block has ended well, in a loop that does not use `batches`."""
 
     def leave_empty(self) -> None:
-        """The window has no weight: what the loop does at a close must not happen."""
+        """The window has no weight: keep the loop from clipping and stepping."""
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Run `function` before the loop steps in this block; at once where that is not known."""

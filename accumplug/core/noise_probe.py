@@ -31,12 +31,12 @@ class NoiseProbe:
             self._weight = weight
 
     def observe_last(self) -> None:
-        """The gradient is finished, and the loop, not accum, will take its norm."""
+        """Take the norm of the finished gradient, where accum does not step."""
         if self._small is not None:
             self._large = self._norm()
 
     def values(self, scale: Tensor | None) -> list[Weight]:
-        """What is to be summed over the ranks: squared norm, 1 / weight, ranks that have them."""
+        """The values to sum over the ranks: squared norm, 1 / weight, 1 where there are both."""
         if self._small is None:
             return [0.0, 0.0, 0.0]
         one: Weight = 1.0 if scale is None else scale
@@ -45,7 +45,7 @@ class NoiseProbe:
         return [(self._small / one) ** 2, 1.0 / self._weight, 1.0]
 
     def record(self, norm: Weight | None, total: Weight, values: Sequence[Weight]) -> None:
-        """The window became an update of gradient norm `norm`: take it in.
+        """Record a window that became an update of gradient norm `norm`.
 
         Waits for the device once, for what the step has not read.
         """
@@ -57,11 +57,11 @@ class NoiseProbe:
             self.noise.update(small / ranks, known**2, ranks / inverse, weight)
 
     def reset(self) -> None:
-        """The window is over."""
+        """Forget the open window."""
         self._small = self._large = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The noise scale so far, and what is known of the open window for it."""
+        """The noise scale so far, and the measurements of the open window."""
         return {"scale": self.noise.state_dict(), "norm": self._small, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ class WindowPlan:
     """The window was thrown away, and so are the items that are left of it."""
 
     def reference(self, ranks: int) -> Weight:
-        """What stands for one if nothing has to be rescaled later: the mean weight."""
+        """The reference that needs no rescaling later: the mean weight."""
         mean = self.total / (ranks * max(len(self.weights), 1))
         if not self.weights or not isinstance(mean, float):
             return mean
@@ -43,7 +43,7 @@ class WindowPlan:
 
 
 class Normalizer:
-    """Brings what has been summed up to the factor that the weights of all ranks ask for."""
+    """Rescales the running sum to the total weight of all ranks."""
 
     def __init__(self, ranks: DataParallelGroup, gradients: GradientBuffer, every: bool) -> None:
         self.total: Weight = 0.0
@@ -57,7 +57,7 @@ class Normalizer:
         self._every = every
 
     def refer(self, window: Window, weight: Weight, plan: WindowPlan | None) -> None:
-        """See to the window's reference before a micro-batch of `weight` is added."""
+        """Update the window's reference before a micro-batch of `weight` is added."""
         if plan is not None:
             window.reference = plan.reference(self._group.size)
         elif self._every and self._group.size > 1:

@@ -24,7 +24,7 @@ from accumplug.parallel.fsdp import local, whole
 
 
 class Outcome(NamedTuple):
-    """What a close did."""
+    """The outcome of a close."""
 
     stepped: bool
     """Whether an optimizer has stepped."""
@@ -108,9 +108,9 @@ def take_update(
 def _step(
     optimizers: Sequence[Optimizer], good: list[Optimizer], scaler: Scaler | None
 ) -> list[Optimizer]:
-    """Step those whose gradients, which are unscaled, are `good`, and update the scaler after all.
+    """Step the `good` optimizers, whose gradients are unscaled and finite, then update the scaler.
 
-    Returns those that have stepped.
+    Returns the optimizers that have stepped.
     """
     if scaler is None or _states(scaler) is not None:
         for optimizer in good:

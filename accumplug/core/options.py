@@ -44,7 +44,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """What was given, in the form that is used."""
+    """The options of an Accumulator after validation."""
 
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Scheduler, ...]
@@ -56,7 +56,7 @@ class Options:
     accumulate_dtype: torch.dtype | None
 
     def shared(self) -> dict[str, object]:
-        """What has to be the same on all ranks, for JSON."""
+        """The options that have to be the same on all ranks, as JSON values."""
         dtype = self.accumulate_dtype and str(self.accumulate_dtype)
         given = {"optimizer": len(self.optimizers), "scaler": self.scaler is not None}
         names = ("sync", "tail", "nonfinite", "max_grad_norm")

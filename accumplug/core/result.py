@@ -39,7 +39,7 @@ class WindowResult:
 
 @dataclass
 class ClosedWindow:
-    """The same with values that may still be on their way on a device."""
+    """A closed window whose values may still be in flight on a device."""
 
     index: int
     micro_batches: int
@@ -51,7 +51,7 @@ class ClosedWindow:
     seconds: float
 
     def read(self) -> WindowResult:
-        """Wait for the values."""
+        """Wait for the values and return them."""
         norm = 0.0 if self.grad_norm is None else self.grad_norm
         values = [self.weight, self.loss_sum, norm, self.scale]
         weight, loss, known_norm, scale = read_together(values)
@@ -89,7 +89,7 @@ class LossSum:
 
 
 def zero(device: torch.device) -> Tensor:
-    """A 0-dim zero to sum up in."""
+    """A 0-dim zero to accumulate in."""
     wide = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros((), dtype=wide, device=device)
 

@@ -54,7 +54,7 @@ class Phase(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class OtherOwners:
-    """What other Accumulators own: a backward must add nothing to it, nor reduce it."""
+    """What other Accumulators own, which a backward must neither add to nor reduce."""
 
     changes: int = -1
     unseen: list[weakref.ref[GradientBuffer]] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Parts:
 
 @dataclass
 class DataPassState:
-    """What an Accumulator knows of the pass through the data that is under way."""
+    """The state of the current pass through the data."""
 
     items: ItemCount = field(default_factory=ItemCount)
     last: bool = False
@@ -245,7 +245,7 @@ class PassObserver(Protocol):
 
 @dataclass
 class LoopState:
-    """Everything of one Accumulator that changes from block to block, except for the gradients."""
+    """The state of one Accumulator that changes from block to block, except the gradients."""
 
     steps: int | Callable[[int], int] | None = 1
     window: Window | None = None

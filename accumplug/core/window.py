@@ -27,7 +27,7 @@ Weight: TypeAlias = Union[float, "Tensor"]  # not a string: `Weight | None` is e
 
 @dataclass
 class Window:
-    """What is known of the open window, apart from the running sum in ``.grad``."""
+    """The state of the open window, apart from the running sum in ``.grad``."""
 
     steps: int
     """Micro-batches planned on this rank; 1 if their number is open."""

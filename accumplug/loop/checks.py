@@ -18,7 +18,7 @@ def check_backward(
     extra: Tensor | None,
     reduction: str,
 ) -> None:
-    """Raise for what can't be back-propagated here."""
+    """Raise for a loss that can't be back-propagated here."""
     plain = extra is None and reduction == "mean" and not (block.backwards or block.skipped)
     if plain and isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return
@@ -58,7 +58,7 @@ def check_backward(
 
 
 def one_weight(state: LoopState, block: BlockState, weight: Weight | None) -> Weight:
-    """The weight of this micro-batch: one, whoever says it."""
+    """The weight of this micro-batch, which may be given in one place only."""
     if (
         block.phase >= Phase.REDUCED
         and not block.backwards

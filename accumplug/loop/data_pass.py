@@ -189,7 +189,7 @@ class DataPass:
                 state.data_pass = None
 
     def _hand_out(self, data_pass: DataPassState, item: T, exhausted: bool) -> Iterator[T]:
-        """Let the loop have `item`, and see what it has done when it asks for another one."""
+        """Yield `item` to the loop, and update the counts when it asks for the next one."""
         data_pass.items.handed_out += 1
         data_pass.items.exhausted = exhausted
         yield item
@@ -203,7 +203,7 @@ class DataPass:
             raise _Stopped
 
     def _freely(self, data_pass: DataPassState, source: Iterator[tuple[T, bool]]) -> Iterator[T]:
-        """Ranks agree when a window closes (or in each block), and nowhere else."""
+        """Yield items as they come: ranks agree when a window closes (or in each block)."""
         state = self._state
         first = next(source, None)
         if not (data_pass.resumed or data_pass.in_step):
@@ -226,7 +226,7 @@ class DataPass:
         source: Iterator[tuple[T, bool]],
         weigh: Callable[[T], Weight],
     ) -> Iterator[T]:
-        """One window is fetched and weighed before it runs; ranks agree when it opens."""
+        """Fetch and weigh a whole window before it runs: ranks agree when it opens."""
         state = self._state
         if self._tail == "carry":
             raise ValueError(
@@ -252,7 +252,7 @@ class DataPass:
     def _plan(
         self, data_pass: DataPassState, window: list[T], weigh: Callable[[T], Weight]
     ) -> bool:
-        """Ranks tell each other what they will run in the next window; whether there is one."""
+        """Agree between ranks on the next window; return whether there is one."""
         steps = self._state.next_steps()
         weights = [check_weight(weigh(item)) for item in window]
         weights = [self._gradients.at_home(w) if isinstance(w, Tensor) else w for w in weights]
@@ -359,7 +359,7 @@ class DataPass:
                 self._state.data_pass = None
 
     def _finish_behind(self, data_pass: DataPassState) -> None:
-        """The same behind the pass's last block, where nobody waits for another item."""
+        """Finish behind the pass's last block, where nobody waits for another item."""
         with suppress(_Stopped):
             self._finish(data_pass)
 

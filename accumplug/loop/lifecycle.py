@@ -33,7 +33,7 @@ from accumplug.parallel.group import DataParallelGroup
 
 
 class Lifecycle:
-    """Runs the blocks of one Accumulator. The parts know nothing of each other; this knows them."""
+    """Runs the blocks of one Accumulator. The parts do not know each other; this class does."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Lifecycle:
             block.deferred = block.deferred or ExitStack()
             block.deferred.enter_context(server.micro_batch())
         if block.kind in COUNTED:
-            self.host.enter(block, lambda: self._before_step(block))
+            self.host.enter(block, self._before_step)
         if block.ends and not (block.ddp_modules or block.fsdp_roots):
             self._finish_early(block)  # a plain loop may step in a block that has no backward
 
@@ -260,7 +260,7 @@ class Lifecycle:
             self._finish_empty(block, window)
 
     def _finish(self, block: BlockState, window: Window) -> None:
-        """Make the running sum what it has to be when this block ends."""
+        """Agree on the total weight and reduce, where this block has to."""
         if block.ends or block.kind not in COUNTED:
             self.rendezvous.agree(self.state, block, window)
         block.phase = Phase.REDUCED
@@ -271,8 +271,11 @@ class Lifecycle:
         if block.empty:
             self.host.leave_empty()
 
-    def _before_step(self, block: BlockState) -> None:
+    def _before_step(self) -> None:
         """A loop clips or steps in a closing block: the sum has to be finished."""
+        block = self.state.block
+        if block is None:
+            return
         self._finish_early(block)
         if block.phase < Phase.REDUCED:
             raise RuntimeError(
@@ -296,7 +299,7 @@ class Lifecycle:
             self._count(block)
 
     def _complete(self, block: BlockState) -> None:
-        """See that the block has done what a micro-batch has to."""
+        """Check that the block has done what a micro-batch has to do."""
         window = self.state.window
         if window is None:
             raise RuntimeError("the window was thrown away inside of its block")
@@ -319,7 +322,7 @@ class Lifecycle:
         self._check_sum(window, block.ends)
 
     def _end(self, block: BlockState, error: BaseException | None) -> None:
-        """Put back what the block has changed, in whatever way it ended."""
+        """Undo what the block has changed, whether or not it ended well."""
         try:
             if block.deferred is not None:
                 block.deferred.close()
@@ -430,7 +433,7 @@ class Lifecycle:
             self.gradients.cast_down()
 
     def _call_back(self, stepped: bool) -> None:
-        """Tell those who want to know that a window has closed."""
+        """Run the callbacks for a closed window."""
         for function in tuple(self.after_update) if stepped else ():
             function()
         for report in tuple(self.after_window):
@@ -503,7 +506,7 @@ class Lifecycle:
         self.after_update.clear()
 
     def _compare_options(self) -> None:
-        """Where the ranks first meet. In a pass of another Accumulator, some may never come."""
+        """Compare options where ranks first meet; in a pass of another Accumulator some may not."""
         steps = {"steps": "None" if self.state.steps is None else "a number"}
         self.group.compare(self.options.shared() | steps, wait=not self.registry.others_in_pass())
 
@@ -592,7 +595,7 @@ class Lifecycle:
 
 
 def tear(window: Window, why: str) -> None:
-    """Let `window` say why it can't be trusted any more."""
+    """Mark `window` as torn, with the reason."""
     window.torn = (
         f"{why} while the window was open (zero_grad, clip and unscale belong after the "
         f"micro-batch that closes)"
@@ -600,7 +603,7 @@ def tear(window: Window, why: str) -> None:
 
 
 def torn_message(window: Window) -> str:
-    """What is wrong with a torn window, and what to do."""
+    """The message for a torn window: what is wrong, and what to do."""
     planned = "" if window.is_open else f" of {window.steps}"
     return (
         f"the window is torn after {window.index}{planned} micro-batches: {window.torn}. "

@@ -40,7 +40,7 @@ class Models:
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def admit(self, models: Iterable[nn.Module]) -> None:
-        """Let new ones among `models` belong to the sum, or raise ValueError."""
+        """Add new ones among `models` to the sum, or raise ValueError."""
         for model in models:
             if isinstance(model, nn.Module) and self._gradients.has_model(model):
                 continue
@@ -54,7 +54,7 @@ class Models:
             self.refresh_inplace()
 
     def refresh_inplace(self) -> None:
-        """Let what adds gradients in place know the parameters as they are now."""
+        """Rebuild in-place accumulation for the current parameters."""
         if self._wants_inplace:
             self.inplace = InplaceGradients(*self._gradients.models)
 
@@ -79,7 +79,7 @@ class Models:
         return bool(self._gradients.models or self._named())
 
     def check_windows(self) -> None:
-        """Before a window of several micro-batches: what that would make wrong."""
+        """Refuse models that a window of several micro-batches would make wrong."""
         unsupported.refuse_fused_backward(self._gradients.parameters)
         for model in self._gradients.models:
             if model not in self._checked:
@@ -88,7 +88,7 @@ class Models:
                 self._checked.add(model)
 
     def _check_sharded(self, model: nn.Module) -> None:
-        """Options that a `fully_shard` model can't be made right with."""
+        """Refuse options that are wrong with a `fully_shard` model."""
         dtype = self._options.accumulate_dtype
         for root in fsdp.roots(model):
             if self._options.nonfinite == "skip_micro_batch":

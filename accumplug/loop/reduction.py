@@ -232,7 +232,7 @@ class Reducer:
                 )
 
     def _warn_deferral(self, root: FSDPModule) -> None:
-        """Say once what it costs to leave `root` unreduced."""
+        """Warn once about the memory that deferring the reduction of `root` takes."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -243,7 +243,7 @@ class Reducer:
             )
 
     def _versions(self, block: BlockState) -> list[int] | None:
-        """In the first micro-batch: what shows that a backward has changed the parameters."""
+        """The parameter versions in the first micro-batch, which a backward must not change."""
         if self._checked or block.ends:
             return None
         return [p._version for p in self._gradients.parameters]

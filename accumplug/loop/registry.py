@@ -15,7 +15,7 @@ from accumplug.core.state import LoopState, OtherOwners
 
 
 class Registry:
-    """One Accumulator among all that are alive.
+    """One entry in the registry of all live Accumulators.
 
     A class-wide weak set is the one piece of process-wide state: the loss of a generator must add
     nothing to the discriminator's window, and only the other Accumulator knows which parameters
@@ -45,7 +45,7 @@ class Registry:
 
     @property
     def others(self) -> list[Registry]:
-        """All other Accumulators that are alive."""
+        """All other live Accumulators."""
         return [] if len(Registry.live) == 1 else [r for r in Registry.live if r is not self]
 
     def other_owners(self) -> OtherOwners:

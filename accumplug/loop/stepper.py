@@ -20,7 +20,7 @@ from accumplug.parallel.ddp import forget_marks
 
 
 class Stepper:
-    """The end of a window for the optimizers.
+    """Turns the finished sum into an update, or hands it to the loop.
 
     The scale of a window is the scaler's when its first loss is back-propagated, and stays it
     even if the scaler is shared with another Accumulator that updates it meanwhile.
@@ -48,7 +48,7 @@ class Stepper:
         self._refuse_other_steps(state)
 
     def root_gradient(self, loss: Tensor, divisor: Weight) -> Tensor:
-        """What a backward from `loss` starts with: 1 / divisor, times the scaler's scale.
+        """The root gradient of a backward from `loss`: 1 / divisor, times the scaler's scale.
 
         The same bits as dividing the loss by a number and scaling the quotient.
         """
@@ -134,7 +134,7 @@ class Stepper:
         return self.scaler is not None and unscaled(self.scaler)
 
     def forget_window(self) -> None:
-        """The window is over."""
+        """Forget the open window."""
         self.scale, self.overflows = None, 0.0
 
     def _follow_scale(self, shared: bool = False) -> None:

@@ -94,14 +94,14 @@ def before_forward(ddp: DistributedDataParallel) -> None:
 
 
 def leave_buffers(ddp: DistributedDataParallel) -> None:
-    """Let the forwards of this window broadcast no buffers: that has been done."""
+    """Keep the forwards of this window from broadcasting buffers again."""
     if not ddp._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
         ddp.require_forward_param_sync = False
 
 
 @contextmanager
 def buffers_once(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Let no forward broadcast the buffers: `before_forward` has, on all ranks.
+    """Keep forwards from broadcasting the buffers, as `before_forward` has done on all ranks.
 
     In a synced block DDP would do it again in each forward after the first one.
     """
@@ -117,7 +117,7 @@ def buffers_once(ddp: DistributedDataParallel) -> Iterator[None]:
 
 @contextmanager
 def others_unsynced(own: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Let no DDP module but `own` reduce in a block, whichever are called in it."""
+    """Keep every DDP module except `own` from reducing in a block."""
     spared: list[DistributedDataParallel] = []
     ids = {id(ddp) for ddp in own}
 
@@ -179,7 +179,7 @@ def reduce_now(ddp: DistributedDataParallel) -> None:
 
 
 def reduction_times(ddps: Iterable[DistributedDataParallel]) -> list[list[int]]:
-    """What differs before and after a backward if, and only if, it has reduced.
+    """Values that differ before and after a backward if, and only if, it has reduced.
 
     Nanoseconds at which each parameter became ready in the last backward that did.
     """

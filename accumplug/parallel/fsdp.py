@@ -92,7 +92,7 @@ def check_deferred(roots: Iterable[FSDPModule], others: Iterable[nn.Parameter]) 
 
 @contextmanager
 def recorded_outputs(root: FSDPModule, outputs: list[Tensor]) -> Iterator[None]:
-    """Let `outputs` have the tensors that the forwards of `root` give in a block."""
+    """Append the output tensors of the forwards of `root` to `outputs` during a block."""
 
     def record(module: nn.Module, arguments: Any, output: Any) -> None:
         found, _ = tree_flatten(output)
@@ -107,7 +107,7 @@ def recorded_outputs(root: FSDPModule, outputs: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def untouched(roots: Iterable[FSDPModule]) -> Iterator[None]:
-    """Let a backward through `roots`, whose window is another one, add nothing nor reduce."""
+    """Keep a backward from adding to or reducing `roots`, which belong to another window."""
     roots = list(roots)
     found = [whole for r in roots for p in _parameters(r) if (whole := _whole(p)) is not None]
     frozen = [p for p in found if p.requires_grad]
@@ -131,7 +131,7 @@ def sums(root: FSDPModule) -> list[Tensor]:
 
 
 def clear(root: FSDPModule) -> None:
-    """Forget them."""
+    """Drop the deferred sums of `root`."""
     for parameter in _parameters(root):
         if _sums_separately(parameter):
             parameter.unsharded_accumulated_grad = None
