@@ -55,16 +55,10 @@ class ClosedWindow:
         norm = 0.0 if self.grad_norm is None else self.grad_norm
         values = [self.weight, self.loss_sum, norm, self.scale]
         weight, loss, known_norm, scale = read_together(values)
-        return WindowResult(
-            index=self.index,
-            micro_batches=self.micro_batches,
-            weight=weight,
-            loss=loss / weight if weight else float("nan"),
-            grad_norm=None if self.grad_norm is None else known_norm,
-            stepped=self.stepped,
-            scale=scale,
-            seconds=self.seconds,
-        )
+        loss = loss / weight if weight else float("nan")
+        grad_norm = None if self.grad_norm is None else known_norm
+        own = (self.stepped, scale, self.seconds)
+        return WindowResult(self.index, self.micro_batches, weight, loss, grad_norm, *own)
 
 
 class LossSum:

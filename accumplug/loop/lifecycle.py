@@ -273,8 +273,7 @@ class Lifecycle:
 
     def _before_step(self) -> None:
         """A loop clips or steps in a closing block: the sum has to be finished."""
-        block = self.state.block
-        if block is None:
+        if (block := self.state.block) is None:
             return
         self._finish_early(block)
         if block.phase < Phase.REDUCED:
