@@ -302,7 +302,7 @@ class Checkpointer:
             ) from error
         self._source = path
         if found.checkpoint.manifest.format == FORMAT:  # else nothing of it is linked
-            self._snapshot.is_saved(found.checkpoint.manifest.world_size)
+            self._snapshot.is_saved(found.checkpoint.manifest.world_size, found.parts["still"])
         self._writer.resume_from(found.checkpoint.manifest.files)
         self._saved_at = self._here()
         return Position(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,24 +17,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accumplug.parallel.group import DataParallelGroup
+from accumplug.storage import layout
 from accumplug.storage.codec import TensorShard, local_shard
-from accumplug.storage.layout import Checkpoint, read_part
+from accumplug.storage.layout import Checkpoint
 
 
-def read(checkpoint: Checkpoint, name: str, ranks: DataParallelGroup) -> list[Any]:
+def read(
+    checkpoint: Checkpoint,
+    name: str,
+    ranks: DataParallelGroup,
+    read_part: Callable[..., Any] | None = None,
+) -> list[Any]:
     """The part `name` as this rank needs it, for `assemble`: whole, or in shards.
 
     Shards are those of this rank, or of all ranks if another number of ranks has saved them.
+    `read_part` reads a part of this checkpoint, by its name.
     """
+    read_part = read_part or partial(layout.read_part, checkpoint)
     if name in checkpoint.parts:
-        return [read_part(checkpoint, name, mapped=True)]  # it is copied from at once
+        return [read_part(name, mapped=True)]  # it is copied from at once
     saved = checkpoint.manifest.world_size
     first = ranks.rank % saved
-    own = read_part(checkpoint, f"{name}-{first}", mapped=name == "model")
+    own = read_part(f"{name}-{first}", mapped=name == "model")
     if saved == ranks.size or not has_shards(own):
         return [own]
     others = (f"{name}-{rank}" for rank in range(saved) if rank != first)
-    return [own, *(read_part(checkpoint, other, mapped=True) for other in others)]
+    return [own, *(read_part(other, mapped=True) for other in others)]
 
 
 def has_shards(state: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumplug.checkpoint.division import JoinedParts
 from accumplug.errors import CheckpointError
 from accumplug.storage.codec import TensorShard
 from accumplug.storage.json import dump_json
@@ -61,11 +62,12 @@ def _open(path: Path) -> Checkpoint:
 
 def _weights(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """The state_dict of each model, sharded tensors put together."""
+    read = JoinedParts(checkpoint).read
     if "model" in checkpoint.parts:
-        saved = [read_part(checkpoint, "model", mapped=True)]
+        saved = [read("model", mapped=True)]
     else:
         ranks = range(checkpoint.manifest.world_size)
-        saved = [read_part(checkpoint, f"model-{rank}", mapped=True) for rank in ranks]
+        saved = [read(f"model-{rank}", mapped=True) for rank in ranks]
     models = [state if isinstance(state, list) else [state] for state in saved]
     return [
         {name: _whole([each.get(name) for each in of_ranks]) for name in of_ranks[0]}

@@ -10,6 +10,7 @@ from typing import Any
 
 from accumplug.checkpoint import dtensor_shards
 from accumplug.checkpoint.coordination import RankStore
+from accumplug.checkpoint.division import STILL, JoinedParts
 from accumplug.errors import CheckpointError, DamagedCheckpointError
 from accumplug.parallel.group import DataParallelGroup
 from accumplug.storage.json import dump_json, parse_json
@@ -117,8 +118,10 @@ def read(checkpoint: Checkpoint, ranks: DataParallelGroup) -> dict[str, Any]:
         for name in own
         if name in checkpoint.parts
     }
-    for name in ("model", "optimizer"):
-        parts[name] = dtensor_shards.read(checkpoint, name, ranks)
+    joined = JoinedParts(checkpoint)
+    for name in STILL:
+        parts[name] = dtensor_shards.read(checkpoint, name, ranks, joined.read)
+    parts["still"] = joined.still
     if f"objects-{ranks.rank % world}" in checkpoint.parts:
         parts["objects"] = dtensor_shards.read(checkpoint, "objects", ranks)
     return parts

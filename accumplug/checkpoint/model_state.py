@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,14 +54,9 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     return tensor.data_ptr(), tensor._version
 
 
-def weights_fingerprint(model: nn.Module, sharded: bool) -> Fingerprint:
-    """Of the parameters. Buffers may change inside of a window, parameters don't."""
-    if sharded:
-        return tuple(map(fingerprint, fsdp.named_parameters(model).values()))
-    found: list[Any] = []
-    for parameter in model.parameters():
-        found += parameter.data_ptr(), parameter._version
-    return tuple(found)
+def parameters(model: nn.Module, sharded: bool) -> Iterable[nn.Parameter]:
+    """Those of `model`; of a sharded one the shards."""
+    return fsdp.named_parameters(model).values() if sharded else model.parameters()
 
 
 def forward_state(model: nn.Module, constants: Mapping[int, Fingerprint]) -> dict[str, Any]:

@@ -23,10 +23,10 @@ def refuse_unsavable(optimizer: Optimizer) -> None:
         )
 
 
-def fingerprint(optimizers: Iterable[Optimizer]) -> Fingerprint:
-    """Of everything that the optimizers keep of their parameters."""
+def fingerprint(states: Iterable[Any]) -> Fingerprint:
+    """Of everything that optimizers keep of their parameters."""
     found: list[Any] = []
-    stack: list[Any] = [optimizer.state for optimizer in optimizers]
+    stack: list[Any] = list(states)
     while stack:
         value = stack.pop()
         if type(value) is Tensor:

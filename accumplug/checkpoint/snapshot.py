@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from accumplug.accumulator import Accumulator
+from accumplug.checkpoint.division import STILL, keys_of
 from accumplug.checkpoint.model_state import Fingerprint
 from accumplug.checkpoint.step_guard import StepGuard
 from accumplug.checkpoint.train_state import State, TrainState
@@ -22,8 +23,9 @@ class Snapshot:
     """Takes one save after the other.
 
     Rank 0 saves what is the same on all ranks; each rank saves what is its own, its shards of
-    sharded tensors too. Weights and the optimizers' moments stay as they are inside of a window, so
-    they are linked from the checkpoint before, unless somebody has written into them.
+    sharded tensors too. Weights and the optimizers' moments stay as they are inside of a window,
+    and frozen ones for longer (division.py), so they are linked from the checkpoint before, unless
+    somebody has written into them.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Snapshot:
         self._train_state = train_state
         self._order = order
         self._rank = rank
-        self.copies_all = copy
+        self._copies = self.copies_all = copy
         """Whether weights and moments are copied, not read from where they are."""
         self._buffers = HostBuffers() if background else None
         self._objects = HostBuffers()
@@ -47,6 +49,8 @@ class Snapshot:
         self._guard = StepGuard()
         self._fingerprints: dict[str, Fingerprint] = {}
         self._tree: Any = None
+        self._weights: Collection[int] = ()
+        """Where the parameters are in memory."""
         self._unchecked: set[str] = set()
         """Parts that another process has written, until they are linked for the first time."""
 
@@ -71,28 +75,25 @@ class Snapshot:
             progress = encode(self._train_state.progress(), "progress")
             parts["progress"] = self._copied("progress", progress)
         again: dict[str, Encoded] = {}
-        if self._train_state.is_sharded:
-            again = self._shards(parts)
-        elif self._rank == 0:
-            for name, fingerprint, get in self._linkable_parts():
-                same = source is not None and self._fingerprints.get(name) == fingerprint
-                if same and name not in self._unchecked:
-                    link.append(name)
-                    continue
-                (again if same else parts)[name] = self._held_still(name, encode(get(), name))
-                self._unchecked.discard(name)
-                self._fingerprints[name] = fingerprint
+        if self._train_state.is_sharded or self._rank == 0:
+            link += self._take_large(parts, again, source)
         if self._live.sources:
             self._guard.watch(self._live)
         return Job(
             self._position(), parts, tuple(link), source if link else None, again, self._live
         )
 
-    def is_saved(self, ranks: int) -> None:
-        """The run is as it was when it was saved by `ranks` ranks: it has just been resumed."""
+    def is_saved(self, ranks: int, still: Mapping[str, list[Any]]) -> None:
+        """The run is as it was when it was saved by `ranks` ranks: it has just been resumed.
+
+        `still`: the keys that were in each part that held still.
+        """
         if self._train_state.is_sharded and ranks != self._accum.parts.group.size:
             return  # cut into other pieces
-        self._fingerprints = {name: fingerprint for name, fingerprint, _ in self._linkable_parts()}
+        parts = self._linkable_parts()
+        if still != {name: keys_of(get()) for name, _, get in parts if name in STILL.values()}:
+            return  # other weights are frozen now
+        self._fingerprints = {name: fingerprint for name, fingerprint, _ in parts}
         self._unchecked = set(self._fingerprints)
 
     def forget(self) -> None:
@@ -105,32 +106,58 @@ class Snapshot:
         self._guard.leave()
         self._live.close()
 
-    def _shards(self, parts: dict[str, Encoded]) -> dict[str, Encoded]:
-        """Put this rank's shards of weights and moments into `parts`; return what is unchanged.
+    def _take_large(
+        self, parts: dict[str, Encoded], again: dict[str, Encoded], source: Path | None
+    ) -> list[str]:
+        """Weights and moments: put into `parts` or, unchanged, into `again`; or to be linked.
 
-        Only rank 0 knows whether the last `take` has become a checkpoint, to be linked from.
+        Of shards only rank 0 knows whether the last `take` has become a checkpoint to link from,
+        and a file of another process is checked before it is linked, so they are in `again`.
         """
-        again: dict[str, Encoded] = {}
+        link, before, sharded = [], self._fingerprints, self._train_state.is_sharded
+        self._fingerprints = {}
         for name, fingerprint, get in self._linkable_parts():
-            own, same = f"{name}-{self._rank}", self._fingerprints.get(name) == fingerprint
-            (again if same else parts)[own] = self._held_still(own, encode(get(), own))
             self._fingerprints[name] = fingerprint
-        return again
+            same = before.get(name) == fingerprint and (sharded or source is not None)
+            if same and not sharded and name not in self._unchecked:
+                link.append(name)
+                continue
+            own = f"{name}-{self._rank}" if sharded else name
+            (again if same else parts)[own] = self._held_still(own, encode(get(), own))
+            self._unchecked.discard(name)
+        return link
 
     def _linkable_parts(self) -> list[tuple[str, Fingerprint, Callable[[], Any]]]:
+        """Name, fingerprint and state of each large part.
+
+        The parts of `STILL` are as they were while they have the same fingerprint, the others
+        within one update. Under copy=True no fingerprint is trusted for longer than that.
+        """
         train_state, updates = self._train_state, self._accum.updates
-        return [
+        division, since = train_state.divide(), updates if self._copies else -1
+        self._weights = division.weights.keys()
+        weights, moments = train_state.weights, train_state.optimizer_states
+        parts: list[tuple[str, Fingerprint, Callable[[], Any]]] = [
             (
                 "model",
-                (updates, *train_state.weights_fingerprint()),
-                lambda: _one(train_state.weights()),
+                (updates, *division.weights_fingerprint()),
+                lambda: _one(division.split_weights(weights())[0]),
             ),
             (
                 "optimizer",
-                (updates, *train_state.optimizer_fingerprint()),
-                lambda: _one(train_state.optimizer_states()),
+                (updates, division.indices, *train_state.optimizer_fingerprint()),
+                lambda: _one(division.split_moments(moments())[0]),
             ),
         ]
+        if frozen := division.frozen_fingerprint():
+            parts.append(
+                ("frozen", (since, *frozen), lambda: _one(division.split_weights(weights())[1]))
+            )
+        if resting := division.moments_fingerprint():
+            parts.append(
+                ("moments", (since, *resting), lambda: _one(division.split_moments(moments())[1]))
+            )
+        return parts
 
     def _changed_objects(self, name: str, source: Path | None) -> Encoded | None:
         encoded = encode(self._train_state.object_states(), name)
@@ -148,8 +175,8 @@ class Snapshot:
         if self._buffers is None or self.copies_all:
             return self._copied(part, encoded)
         still = {n: t for n, t in encoded.tensors.items() if self._live.takes(t)}
-        if part.startswith("model"):
-            weights = self._train_state.places()
+        if part.startswith(("model", "frozen")):
+            weights = self._weights
             still = {n: t for n, t in still.items() if t.data_ptr() in weights}
         for name, tensor in still.items():
             self._live.add(name, tensor)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import dtensor_shards, model_state, optimizer_state
+from accumplug.checkpoint.division import Division
 from accumplug.checkpoint.model_state import Fingerprint, unwrap_model
 from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import bucket_order, ddp_modules, settle_buckets
@@ -60,16 +61,14 @@ class TrainState:
         """The models' state_dicts."""
         return [unwrap_model(model).state_dict() for model in self.models]
 
-    def weights_fingerprint(self) -> Fingerprint:
-        """Of what is in `weights`, buffers left out."""
-        models, sharded = map(unwrap_model, self.models), self.is_sharded
-        return tuple([model_state.weights_fingerprint(model, sharded) for model in models])
-
-    def places(self) -> set[int]:
-        """Where the parameters are in memory; under fully_shard this rank's shards."""
-        models = map(unwrap_model, self.models)
-        found = (p for model in models for p in fsdp.named_parameters(model).values())
-        return {fsdp.local(p).data_ptr() for p in found}
+    def divide(self) -> Division:
+        """What holds still from one update to the next, as it is now."""
+        named = (thing for thing in self.stateful.values() if hasattr(thing, "param_groups"))
+        parameters: list[nn.Parameter] = []
+        for model in map(unwrap_model, self.models):
+            parameters += model_state.parameters(model, self.is_sharded)
+        holders = [*self.optimizers, *named]
+        return Division(parameters, self.optimizers, holders, self.is_sharded)
 
     def optimizer_states(self) -> list[Any]:
         """What the optimizers keep of each parameter."""
@@ -77,7 +76,7 @@ class TrainState:
 
     def optimizer_fingerprint(self) -> Fingerprint:
         """Of what is in `optimizer_states`."""
-        return optimizer_state.fingerprint(self.optimizers)
+        return optimizer_state.fingerprint([optimizer.state for optimizer in self.optimizers])
 
     # -- small, or different after each micro-batch ---------------------------------------------
 
