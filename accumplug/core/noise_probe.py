@@ -30,18 +30,16 @@ class NoiseProbe:
             self._small = self._norm() * window.divisor(weight)
             self._weight = weight
 
-    def observe_last(self) -> None:
+    def observe_last(self, scale: Tensor | None) -> None:
         """Take the norm of the finished gradient, where accum does not step."""
         if self._small is not None:
-            self._large = self._norm()
+            self._large = self._norm() / (1.0 if scale is None else scale)
 
     def values(self, scale: Tensor | None) -> list[Weight]:
         """The values to sum over the ranks: squared norm, 1 / weight, 1 where there are both."""
         if self._small is None:
             return [0.0, 0.0, 0.0]
         one: Weight = 1.0 if scale is None else scale
-        if self._large is not None:
-            self._large = self._large / one
         return [(self._small / one) ** 2, 1.0 / self._weight, 1.0]
 
     def record(self, norm: Weight | None, total: Weight, values: Sequence[Weight]) -> None:

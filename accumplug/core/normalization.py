@@ -65,7 +65,7 @@ class Normalizer:
                 # Partial sums are averaged over the ranks, so all of them need the same one.
                 if self.mean is None:
                     device = self._gradients.device
-                    total, (count,) = self._group.agree(weight, [1.0], device)
+                    total, _, (count,) = self._group.agree(weight, [], [1.0], device)
                     self.mean = _ratio(total, count)
                 window.reference = self.mean
         elif isinstance(weight, float):

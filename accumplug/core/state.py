@@ -90,6 +90,12 @@ class BlockState:
     """The reduction over the ranks runs inside of the backward."""
     closers: int = 0
     """Ranks whose own micro-batch closes the window."""
+    all_own: bool = False
+    """All ranks close it in a block of their loop that they have not skipped."""
+    sums: Sequence[Weight] = ()
+    """Of the losses, and of what the noise scale asks: on this rank, on all once they agree."""
+    overflows: float = 0.0
+    """Likewise: micro-batches that were left out although their loss was finite."""
     skipped: bool = False
     began: bool = False
     """Something may have been added to the running sum."""

@@ -262,7 +262,7 @@ class DataPass:
         total: Weight = sum(weights, 0.0)
         unknown = float(not window and not self._knows_models())
         numbers = [float(len(window)), float(bool(window)), full, unknown, *places]
-        total, sums = self._group.agree(total, numbers, self._gradients.device)
+        total, _, sums = self._group.agree(total, [], numbers, self._gradients.device)
         count, data_pass.alive, full, all_unknown, *taken = sums
         data_pass.by_hand = data_pass.by_hand or all_unknown > 0
         if count == 0 or (full == 0 and self._tail == "drop"):

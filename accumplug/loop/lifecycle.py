@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any  # of state_dicts, which are JSON
@@ -205,8 +205,10 @@ class Lifecycle:
         if not self._keeps:
             if first:
                 window.add_weight(block.weight)
+            if not nothing:
+                state.losses.add(loss, block.weight, reduction)
             if block.ends:
-                self.rendezvous.agree(state, block, window)
+                self._agree(block, window)
         losses: list[Tensor] = []
         factors: list[Tensor] = []
         if not nothing:
@@ -221,9 +223,8 @@ class Lifecycle:
             factors.append(self.stepper.root_gradient(extra, divisor))
         kept = self.gradients.take() if self._keeps else None
         self.reducer.backward(block, losses, factors, retain_graph, create_graph)
-        if kept is None or self.stepper.keep_if_finite(kept, loss):
-            if self._keeps:
-                window.add_weight(block.weight)
+        if kept is not None and self.stepper.keep_if_finite(kept, loss):
+            window.add_weight(block.weight)
             if not nothing:
                 state.losses.add(loss, block.weight, reduction)
         if block.phase < Phase.REDUCED:
@@ -232,7 +233,7 @@ class Lifecycle:
             if block.index == 0 and not block.ends:
                 self.noise_probe.observe_first(window, block.weight)
             elif block.ends and not self._takes_step:
-                self.noise_probe.observe_last()
+                self.noise_probe.observe_last(self.stepper.scale)
         self.gradients.watch()
 
     def skip(self, block: BlockState) -> None:
@@ -262,7 +263,7 @@ class Lifecycle:
     def _finish(self, block: BlockState, window: Window) -> None:
         """Agree on the total weight and reduce, where this block has to."""
         if block.ends or block.kind not in COUNTED:
-            self.rendezvous.agree(self.state, block, window)
+            self._agree(block, window)
         block.phase = Phase.REDUCED
         if block.ends or self.options.sync == "every":
             self.state.syncs += self.reducer.reduce(block)
@@ -270,6 +271,19 @@ class Lifecycle:
             self.stepper.release()
         if block.empty:
             self.host.leave_empty()
+
+    def _agree(self, block: BlockState, window: Window) -> None:
+        """In a block that ends the window: agree with the other ranks."""
+        if self.group.size > 1 and block.phase < Phase.AGREED:
+            self._tell(block)
+        self.rendezvous.agree(self.state, block, window)
+
+    def _tell(self, block: BlockState) -> None:
+        """Let the block have this rank's part of what its window tells."""
+        value, probe = self.state.losses.value, self.noise_probe
+        noise = [] if probe is None else probe.values(self.stepper.scale)
+        block.sums = [zero(self.gradients.device) if value is None else value, *noise]
+        block.overflows = self.stepper.overflows
 
     def _before_step(self) -> None:
         """A loop clips or steps in a closing block: the sum has to be finished."""
@@ -383,12 +397,9 @@ class Lifecycle:
     def _close(self, block: BlockState, window: Window) -> None:
         """The window becomes an update, or is skipped."""
         state, stepper, probe = self.state, self.stepper, self.noise_probe
-        numbers = [stepper.overflows] if self._keeps else []
-        told = self.host.step_values()
-        noise: Sequence[Weight] = probe.values(stepper.scale) if probe is not None else []
-        home = self.gradients.device
-        loss = zero(home) if state.losses.value is None else state.losses.value
-        sums, (loss_sum, *noise) = self.group.sum_both([*numbers, *told], [loss, *noise], home)
+        if self.group.size == 1:
+            self._tell(block)
+        loss_sum, *noise = block.sums
         scale, total = stepper.scale, self.normalizer.total
         norm: float | Tensor | None = None
         stepped = False
@@ -396,12 +407,13 @@ class Lifecycle:
             shared = self.registry.shares_scaler()
             outcome = stepper.step(window, total, shared, noise)
             norm, stepped = outcome.grad_norm, outcome.stepped
-            total, noise = outcome.total, outcome.read
+            total, noise = outcome.total, [*outcome.read]
         elif not block.empty:
-            values = sums[len(numbers) :]
-            norm, stepped = stepper.observe_step(block, values, self.group.size)
+            own = self.host.step_values()
+            told = self.group.sum(own) if own and not block.all_own else own
+            norm, stepped = stepper.observe_step(block, told, self.group.size)
         if self._keeps:
-            stepper.back_off(sums[0])
+            stepper.back_off(block.overflows)
         if probe is not None and stepped:
             probe.record(norm, total, noise)
         state.result = None

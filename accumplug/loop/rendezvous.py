@@ -6,7 +6,7 @@ from accumplug.core.gradients import GradientBuffer
 from accumplug.core.host import Host
 from accumplug.core.normalization import Normalizer
 from accumplug.core.options import Options
-from accumplug.core.state import COUNTED, BlockKind, BlockState, LoopState, Phase
+from accumplug.core.state import COUNTED, REAL, BlockKind, BlockState, LoopState, Phase
 from accumplug.core.window import Weight, Window
 from accumplug.loop.registry import Registry
 from accumplug.parallel.ddp import has_sparse_gradients
@@ -35,7 +35,10 @@ class Rendezvous:
         self._registry = registry
 
     def agree(self, state: LoopState, block: BlockState, window: Window) -> None:
-        """In a block that ends the window: learn the total weight, and rescale the sum to it."""
+        """In a block that ends the window: learn the total weight, and rescale the sum to it.
+
+        The block's `sums` and `overflows` are summed over the ranks as well.
+        """
         if block.phase >= Phase.AGREED or not (block.ends or block.kind not in COUNTED):
             return
         block.phase = Phase.AGREED
@@ -45,6 +48,7 @@ class Rendezvous:
             block.empty = isinstance(plan.total, float) and plan.total == 0
             self._normalizer.total = plan.total
             self._normalizer.micro_batches = plan.micro_batches
+            block.sums = self._group.sum_tensors(block.sums, self._gradients.device)
             return
         counted = block.kind in COUNTED
         count = float(window.index + counted)
@@ -76,9 +80,13 @@ class Rendezvous:
         concurrent = float(self._registry.ran_concurrently())
         elements = self._gradients.elements() if concurrent else 0.0
         unknown = float(not (block.by_hand or block.models))
-        numbers = [*own, concurrent, elements, unknown]
-        total, sums = self._group.agree(total, numbers, self._gradients.device)
-        *sums, all_concurrent, all_elements, all_unknown = sums
+        steps = float(block.kind is REAL and not block.skipped)
+        numbers = [*own, concurrent, elements, unknown, steps, block.overflows]
+        total, block.sums, sums = self._group.agree(
+            total, block.sums, numbers, self._gradients.device
+        )
+        *sums, all_concurrent, all_elements, all_unknown, all_steps, block.overflows = sums
+        block.all_own = all_steps == size
         counts, alive, closers = sums
         if all_unknown:
             self._reduce_by_hand(block, closers)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from accumplug.parallel.private import require
 
-_host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""For each process group that reduces on devices only: one of the same ranks over gloo."""
+Value: TypeAlias = "float | Tensor"
+"""A number, or a 0-dim tensor that nobody has read."""
 
 
 class DataParallelGroup:
@@ -33,6 +32,7 @@ class DataParallelGroup:
         self.compared = False
         """The options of all ranks have been found to be the same."""
         self._options = ""
+        self._host: Any = None
 
     @property
     def size(self) -> int:
@@ -90,19 +90,17 @@ class DataParallelGroup:
         if self.size == 1:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        self._reduce(sums, _host_group(self.group))
+        self._reduce(sums, self._host_group())
         return [*sums.tolist()]
 
-    def sum_tensors(
-        self, values: Sequence[float | Tensor], device: torch.device
-    ) -> list[float] | list[Tensor]:
+    def sum_tensors(self, values: Sequence[Value], device: torch.device) -> list[Value]:
         """Sum each of `values` (numbers, or 0-dim tensors) over the ranks, on `device`.
 
         All ranks have to give the same kind of `device`: that of their model. The sums are 0-dim
-        tensors that nobody has waited for; numbers if `device` is the CPU and all values are.
+        tensors that nobody has waited for. One rank gets back what it gave.
         """
-        if self.size == 1:
-            return list(values)  # type: ignore[return-value]  # a list of either, as given
+        if self.size == 1 or not values:
+            return list(values)
         device = self._reducible(device)
         dtype = torch.float32 if device.type == "mps" else torch.float64
         # no torch.tensor(number, device=device): that is a copy that the host waits for
@@ -112,38 +110,26 @@ class DataParallelGroup:
             else torch.full((), value, dtype=dtype, device=device)
             for value in values
         ]
-        sums = torch.stack(whole)
-        self._reduce(sums, self.group)
-        return list(sums.unbind())
+        self._reduce(sums := torch.stack(whole), self.group)
+        return [*sums.unbind()]
 
     def agree(
-        self, weight: float | Tensor, numbers: Sequence[float], device: torch.device
-    ) -> tuple[float | Tensor, list[float]]:
-        """Sum a weight and `numbers` over the ranks; the weight on `device` if any rank's is there.
+        self, weight: Value, values: Sequence[Value], numbers: Sequence[float], device: torch.device
+    ) -> tuple[Value, list[Value], list[float]]:
+        """Sum a weight, `values` and `numbers` over the ranks, in two reductions at most.
 
-        All of them learn in host memory whether it is, so that none reduces where others do not.
+        `values` are summed on `device`, and the weight with them if any rank's is there. All ranks
+        learn in host memory whether it is, so that none reduces where others do not.
         """
         if self.size == 1:
-            return weight, list(numbers)
-        if isinstance(weight, Tensor) and self._reducible(device).type == "cpu":
-            weight = float(weight)  # nobody waits for it
-        unread = isinstance(weight, Tensor)
-        known = 0.0 if isinstance(weight, Tensor) else weight
-        total, ranks_unread, *sums = self.sum([known, float(unread), *numbers])
-        if ranks_unread:
-            return self.sum_tensors([weight], device)[0], sums
-        return total, sums
-
-    def sum_both(
-        self, numbers: Sequence[float], values: Sequence[float | Tensor], device: torch.device
-    ) -> tuple[list[float], list[float] | list[Tensor]]:
-        """`sum` of `numbers`, `sum_tensors` of `values`; one reduction if `device` is the CPU."""
-        if not numbers:
-            return [], self.sum_tensors(values, device)
-        if self._reducible(device).type != "cpu":
-            return self.sum(numbers), self.sum_tensors(values, device)
-        sums = self.sum_tensors([*numbers, *values], device)
-        return [float(s) for s in sums[: len(numbers)]], sums[len(numbers) :]
+            return weight, list(values), list(numbers)
+        if self._reducible(device).type == "cpu":  # nobody waits for tensors
+            total, *sums = self.sum([float(v) for v in (weight, *values, *numbers)])
+            return total, [*sums[: len(values)]], sums[len(values) :]
+        known, unread = (0.0, 1.0) if isinstance(weight, Tensor) else (weight, 0.0)
+        total, ranks_unread, *sums = self.sum([known, unread, *numbers])
+        reduced = self.sum_tensors([*values, *([weight] if ranks_unread else [])], device)
+        return reduced.pop() if ranks_unread else total, reduced, sums
 
     def _reducible(self, device: torch.device) -> torch.device:
         """`device` if the group can reduce there, else where it can (models in host memory)."""
@@ -154,6 +140,20 @@ class DataParallelGroup:
             return device
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
+    def _host_group(self) -> Any:
+        """The same ranks where they reduce in host memory; all of them have to be here."""
+        if "cpu" in dist.get_backend_config(self.group):
+            return self.group
+        if self._host is None:
+            group = dist.group.WORLD if self.group is None else self.group
+            self._host = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timeout_of(group, torch.accelerator.current_accelerator()),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return self._host
+
     def _reduce(self, sums: Tensor, group: Any) -> None:
         try:
             dist.all_reduce(sums, group=group)
@@ -163,21 +163,6 @@ class DataParallelGroup:
                 f"and one of them has ended or did not come within the group's timeout. Ranks may "
                 f"differ in micro-batches (with accum.batches), but not in windows: {error}"
             ) from error
-
-
-def _host_group(group: Any) -> Any:
-    """A group of the ranks of `group` that reduces in host memory; all of them have to be here."""
-    if "cpu" in dist.get_backend_config(group):
-        return group
-    key = dist.group.WORLD if group is None else group
-    if key not in _host_groups:
-        _host_groups[key] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout_of(key, torch.accelerator.current_accelerator()),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-    return _host_groups[key]
 
 
 def timeout_of(group: Any, device: torch.device | None) -> timedelta:

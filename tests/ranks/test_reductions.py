@@ -1,4 +1,4 @@
-"""What runs between ranks: the reductions of one backward in each window, and two small sums."""
+"""What runs between ranks: the reductions of one backward in each window, and a small sum."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def count(
         if flush:
             accum.flush()
         rows.append((seen.buckets, accum.syncs, len(seen.others), True))
-    assert max(seen.others) <= 8, "small ones"
+    assert max(seen.others) <= 10, "small ones"
     assert accum.pending == 0
     return rows
 
 
 def test_one_reduction_in_each_window(ranks: Ranks) -> None:
-    """Windows of 4 and a tail of 2 that flush closes; at most two other sums, none in between."""
+    """Windows of 4 and a tail of 2 that flush closes; one other sum, none in between."""
     for rows in ranks.run(2, count, [2] * 10, 4, flush=True):
         assert [row[0] for row in rows] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3]
         assert [row[1] for row in rows] == [row[0] for row in rows]
         closed = 0
         for _, _, others, closes in rows:
             closed += closes
-            assert others == 2 * closed
+            assert others == closed
 
 
 @pytest.mark.parametrize("weigh", [False, True], ids=["", "weigh"])
@@ -63,7 +63,7 @@ def test_batches_costs_one_sum_more_in_each_pass(ranks: Ranks, weigh: bool) -> N
     for rows in ranks.run(2, count, [2] * 10, 4, batches=True, weigh=weigh):
         assert [row[0] for row in rows] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
         assert [row[1] for row in rows] == [row[0] for row in rows]
-        assert rows[-1][2] <= 2 * 3 + 1
+        assert rows[-1][2] == (2 * 3 if weigh else 3) + 1
 
 
 def test_sync_in_every_micro_batch(ranks: Ranks) -> None:
@@ -71,14 +71,14 @@ def test_sync_in_every_micro_batch(ranks: Ranks) -> None:
     for rows in ranks.run(2, count, [2] * 8, 4, sync="every"):
         assert [row[0] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8, 8]
         assert [row[1] for row in rows] == [row[0] for row in rows]
-        assert rows[-1][2] <= 2 * 2 + 1
+        assert rows[-1][2] == 2 + 1
 
 
 def test_ranks_in_step_meet_before_each_micro_batch(ranks: Ranks) -> None:
     """With sync="every", batches asks in each micro-batch who has data left."""
     for rows in ranks.run(2, count, [2] * 8, 4, batches=True, sync="every"):
         assert rows[-1][:2] == (8, 8)
-        assert rows[-1][2] <= 2 * 2 + 1 + 9
+        assert rows[-1][2] == 2 + 1 + 9
 
 
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
@@ -86,7 +86,7 @@ def test_a_rank_without_data_reduces_as_often(ranks: Ranks, find_unused_paramete
     """7 and 2 micro-batches in windows of 2: four windows, four reductions on both."""
     unused = {"find_unused_parameters": find_unused_parameters}
     for rows in ranks.run(2, count_uneven, [[2] * 7, [2] * 2], unused):
-        assert rows == (4, 4, 2 * 4 + 1)
+        assert rows == (4, 4, 4 + 1)
 
 
 def count_uneven(rank: int, sizes: list[list[int]], wrap_with: Any) -> tuple[int, int, int]:

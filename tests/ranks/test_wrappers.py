@@ -140,7 +140,7 @@ def halves(rank: int, several: bool) -> Trained:
         for item in accum.batches(items(rank, SIZES[rank][: 5 - 3 * rank])):
             with accum(*models, weight=len(item[0])):
                 accum.backward(loss(model, item))
-    assert len(counted.others) <= 2 * 3 + 1
+    assert len(counted.others) <= 3 + 1
     return seen, parameters(model), accum.syncs
 
 

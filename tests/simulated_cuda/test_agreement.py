@@ -124,12 +124,32 @@ def test_sums_are_made_on_the_models_device(gpus: Ranks, backend: str, weights: 
         assert {c.device for c in report.collectives} <= {f"cuda:{rank}", "cpu"}
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+LOOPS = {
+    "plain": Case(),
+    "batches": Case(batches=True),
+    "every": Case(options={"sync": "every"}),
+    "skip_micro_batch": Case(options={"nonfinite": "skip_micro_batch"}),
+    "noise scale": Case(noise=True),
+    "loop steps": Case(loop_steps=True),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("backend", NCCL)
-def test_a_window_has_few_small_collectives(gpus: Ranks, backend: str, weights: str) -> None:
-    """On the device one for the loss, and one for weights that are there."""
-    reports = gpus.run(2, train, Case(weights=weights), backend=backend)
-    small = [c for c in reports[0].collectives if c.name == "allreduce" and c.elements < 20]
-    on_device = [c for c in small if c.device != "cpu"]
-    assert len(on_device) == 3 * (2 if weights == "device" else 1)
-    assert len(small) - len(on_device) <= 3
+def test_a_window_has_two_small_collectives(gpus: Ranks, backend: str, loop: str) -> None:
+    """One in host memory and one on the device, whatever knows the weights."""
+    for weights in WEIGHTS:
+        case = dataclasses.replace(LOOPS[loop], weights=weights)
+        for report in gpus.run(2, train, case, backend=backend):
+            assert len(report.small) == 2 * 2, weights
+            assert max(report.errors) < 1e-12
+
+
+@pytest.mark.parametrize("weights", ["numbers", "cpu", "device"])
+def test_a_look_ahead_needs_a_third_for_weights_on_the_device(gpus: Ranks, weights: str) -> None:
+    """They are summed when the window opens, its losses when it closes; 6 numbers are agreed on
+    in host memory, the last time that there is no other window."""
+    case = Case(weights=weights, weigh=True)
+    for report in gpus.run(2, train, case, backend="simulated_nccl"):
+        assert report.small == [1, 6, *([1] if weights == "device" else []), 1, 6]
+        assert max(report.errors) < 1e-12

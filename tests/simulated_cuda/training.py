@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks.reference import Reductions
 from torch import Tensor, nn
 
 from accumplug import Accumulator, NoiseScale
@@ -27,6 +28,8 @@ class Case:
     steps: int = 4
     batches: bool = False
     """Whether the items come from `accum.batches`."""
+    weigh: bool = False
+    """Whether `batches` looks ahead for the weights."""
     sizes: tuple[tuple[int, ...], ...] = ((3, 1, 2, 4) * 3, (2, 5, 1, 3) * 3)
     """Rows of each micro-batch, by rank."""
     loop_steps: bool = False
@@ -53,6 +56,8 @@ class Report:
     start: list[device.Wait] = field(default_factory=list)
     """Before the first."""
     collectives: list[group.Collective] = field(default_factory=list)
+    small: list[int] = field(default_factory=list)
+    """Elements of each small all-reduce after the first window, wherever it is made."""
     updates: int = 0
     skipped: int = 0
     weight: float = 0.0
@@ -136,13 +141,19 @@ def train(rank: int, case: Case) -> Report:
     inputs = [x.to(place) for x in data(case, rank)]
     weights = [_weight(case, rank, index, place) for index in range(len(inputs))]
     group.calls.clear()
-    items: Iterator[Tensor] = iter(accum.batches(inputs) if case.batches else inputs)
+    reductions = Reductions()
+    items: Iterator[Tensor] = iter(inputs)
+    if case.weigh:
+        known = iter(weights)
+        items = accum.batches(inputs, weigh=lambda _: next(known))
+    elif case.batches:
+        items = accum.batches(inputs)
     with _own_waits() as report.start:
         x = next(items, None)
     index = 0
     while x is not None:
-        with _own_waits() as seen:
-            with accum(wrapped, weight=weights[index]) as micro:
+        with _own_waits() as seen, reductions if index >= case.steps else contextlib.nullcontext():
+            with accum(wrapped, **({} if case.weigh else {"weight": weights[index]})) as micro:
                 loss = wrapped(x).square().mean()
                 accum.backward(loss)
                 if case.loop_steps and micro.closes:
@@ -153,7 +164,7 @@ def train(rank: int, case: Case) -> Report:
             x = next(items, None)
         (report.closes if closes else report.inner).append(seen)
         index += 1
-    report.collectives = list(group.calls)
+    report.collectives, report.small = list(group.calls), reductions.others
     report.updates, report.skipped, report.weight = accum.updates, accum.skipped, accum.last.weight
     report.errors = [
         float((got.cpu() - want).norm() / want.norm())
