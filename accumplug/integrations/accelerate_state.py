@@ -39,6 +39,7 @@ def register_hooks(own: Lifecycle, accelerator: Any) -> None:
         if (one := this()) is not None:
             for stale in _unclaimed(one, Path(directory), accelerator):  # of an earlier save
                 stale.unlink()
+            _warn_of_first(one, accelerator)
             save_window(one, Path(directory), number)
             if one.state.pending:  # this comes back with load_state, see accelerate._refuse_late
                 accelerator.step = -one.state.pending
@@ -115,14 +116,8 @@ def refuse_lossy_saves() -> None:
         )
 
 
-def save_window(own: Lifecycle, directory: Path, number: int) -> None:
-    """Write this rank's window; RuntimeError or TornWindowError where it can't be gone on from."""
-    text, tensors = _paths(own, directory, number)
-    models = own.host.models()
-    sharded = any(fsdp.roots(model) for model in models)
-    if sharded:
-        refuse_lossy_saves()
-    if own.state.updates == 0 and sharded:
+def _warn_of_first(own: Lifecycle, accelerator: Any) -> None:
+    if own.state.updates == 0 and any(fsdp.roots(model) for model in accelerator._models):
         # accelerate 1.15 asks torch for the state, which takes a step to have one
         warnings.warn(
             "before the first update Accelerate can't save a sharded model's optimizer: inside "
@@ -130,6 +125,14 @@ def save_window(own: Lifecycle, directory: Path, number: int) -> None:
             "counts a step that nobody took, in this run as well. Save later, or use Checkpointer",
             stacklevel=4,
         )
+
+
+def save_window(own: Lifecycle, directory: Path, number: int) -> None:
+    """Write this rank's window; RuntimeError or TornWindowError where it can't be gone on from."""
+    text, tensors = _paths(own, directory, number)
+    models = own.host.models()
+    if any(fsdp.roots(model) for model in models):
+        refuse_lossy_saves()
     pending = own.state.pending
     if pending:
         _refuse_unprepared(own, models)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import save_fsdp_model
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -25,7 +26,6 @@ from accumplug.accumulator import Accumulator
 from accumplug.checkpoint.coordination import RankStore, SharedRequest
 from accumplug.checkpoint.signals import Signals
 from accumplug.integrations import accelerate_state
-from accumplug.loop.micro_batch import MicroBatch
 from accumplug.parallel.group import DataParallelGroup
 from accumplug.parallel.private import require
 
@@ -41,6 +41,7 @@ NEEDED = {
     "_run_epoch": "asks for one update after the other",
     "_init_training_state": "says where a resumed run starts",
     "_save_checkpoint": "writes checkpoint-N",
+    "_save_optimizer_and_scheduler": "writes the optimizer",
     "_save_rng_state": "writes the random state",
     "_load_rng_state": "reads the random state",
     "_get_output_dir": "says where checkpoint-N belongs",
@@ -133,6 +134,9 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
             return super().train(*args, **kwargs)
         finally:
             self._accum_epoch = None
+            # left inside of a window it is False, for all Accelerators of this process, and the
+            # step by which torch fills a sharded optimizer's state would do nothing
+            self.accelerator.gradient_state._set_sync_gradients(True)
             if self._accum_watch is not None:
                 self._accum_watch.signals.restore()
                 self._accum_watch = None
@@ -215,11 +219,12 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
         self.args.average_tokens_across_devices = False
         try:
             with accum(model, weight=weight) as micro:
-                _refuse_other_count(self, micro, steps_now)
                 super().training_step(model, inputs, number)
         finally:
             self.args.average_tokens_across_devices = across
-        if accum.windows > windows and accum.last is not None and accum.last.weight:
+        closes = accum.windows > windows
+        _refuse_other_count(micro.index, closes, steps_now)
+        if closes and accum.last is not None and accum.last.weight:
             closed += accum.last.loss
         return closed
 
@@ -289,6 +294,15 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
             super()._save_checkpoint(model, trial)
             self._accum_whole = folder.resolve()
         self._accum_save_window(folder, pending)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The same as Trainer's; before the first update of a sharded model only its weights, as
+        torch can't save such an optimizer without a step. A resumed run begins with a new one."""
+        if self.state.global_step or not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        plugin = self.accelerator.state.fsdp_plugin
+        save_fsdp_model(plugin, self.accelerator, self.model, output_dir, adapter_only=True)
 
     def _accum_save_window(self, folder: Path, pending: int) -> None:
         assert self.accum is not None
@@ -440,12 +454,12 @@ def _read_told(trainer: AccumTrainerMixin, window: Path) -> dict[str, Any]:
     return told
 
 
-def _refuse_other_count(trainer: AccumTrainerMixin, micro: MicroBatch, steps_now: bool) -> None:
-    if micro.closes != steps_now:
+def _refuse_other_count(index: int, closes: bool, steps_now: bool) -> None:
+    if closes != steps_now:
         raise RuntimeError(
             f"Trainer {'takes' if steps_now else 'does not take'} its step after micro-batch "
-            f"{micro.index} of this window, where accum's window "
-            f"{'ends' if micro.closes else 'goes on'}: the training data have more micro-batches "
+            f"{index} of this window, where accum's window "
+            f"{'ends' if closes else 'goes on'}: the training data have more micro-batches "
             f"than len() of their loader says, or gradient_accumulation_steps was changed"
         )
 
@@ -464,7 +478,30 @@ def _refuse(trainer: AccumTrainerMixin) -> None:
     sizes = [getattr(trainer, name)() for name in ("get_tp_size", "get_cp_size", "get_sp_size")]
     optim = str(getattr(args.optim, "value", args.optim))
     window = trainer.checkpoint_window
+    accelerator, several = trainer.accelerator, args.world_size > 1
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     for refused, why in (
+        (trainer.is_deepspeed_enabled, "DeepSpeed, whose engine has its own: use Trainer itself"),
+        (
+            fsdp is not None and fsdp.fsdp_version != 2,
+            'fsdp_config={"version": 1}, whose sums can\'t be reached: use version 2',
+        ),
+        (
+            accelerator.mixed_precision == "fp16" and accelerator.scaler is None,
+            "fp16=True on this device, where Trainer silently trains in fp32: use bf16=True",
+        ),
+        (
+            several and not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False: its mean is that over the tokens of all ranks",
+        ),
+        (
+            several and args.ddp_static_graph and args.gradient_accumulation_steps > 1,
+            "ddp_static_graph=True, by which DDP reduces in each micro-batch",
+        ),
+        (
+            not accelerator.gradient_state.sync_with_dataloader,
+            "sync_with_dataloader=False: a pass ends its last window",
+        ),
         (
             args.n_gpu > 1,
             f"{args.n_gpu} GPUs in one process (nn.DataParallel): start with torchrun",
