@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any  # of private parts, and of what hooks are given
 
 import torch
 import torch.distributed as dist

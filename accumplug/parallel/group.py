@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias  # Any: of private parts of a group
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from accumplug.parallel.private import require
 
@@ -27,12 +28,12 @@ class DataParallelGroup:
     is made for it. Which of the two follows from the group alone.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
         self.compared = False
         """The options of all ranks have been found to be the same."""
         self._options = ""
-        self._host: Any = None
+        self._host: ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -140,7 +141,7 @@ class DataParallelGroup:
             return device
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
-    def _host_group(self) -> Any:
+    def _host_group(self) -> ProcessGroup | None:
         """The same ranks where they reduce in host memory; all of them have to be here."""
         if "cpu" in dist.get_backend_config(self.group):
             return self.group
@@ -154,7 +155,7 @@ class DataParallelGroup:
             )
         return self._host
 
-    def _reduce(self, sums: Tensor, group: Any) -> None:
+    def _reduce(self, sums: Tensor, group: ProcessGroup | None) -> None:
         try:
             dist.all_reduce(sums, group=group)
         except RuntimeError as error:
