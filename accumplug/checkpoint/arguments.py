@@ -26,6 +26,17 @@ def check_seconds(name: str, value: Any) -> None:
         raise ValueError(f"{name} is a number of seconds above 0; got {value}")
 
 
+def check_frozen(frozen: Any, copy: bool) -> None:
+    """Raise ValueError unless it is "link", or "skip" in a loop that doesn't need copies."""
+    if frozen not in ("link", "skip"):
+        raise ValueError(f'frozen is "link" or "skip"; got {frozen!r:.100}')
+    if frozen == "skip" and copy:
+        raise ValueError(
+            'frozen="skip" relies on noticing each write into a frozen weight, and copy=True is '
+            'for loops in which some go unnoticed; give frozen="link"'
+        )
+
+
 def check_directory(directory: Any) -> None:
     """Raise TypeError unless it is a path."""
     if not isinstance(directory, str | os.PathLike):

@@ -23,11 +23,13 @@ from accumplug.checkpoint import elastic, window_state
 from accumplug.checkpoint.arguments import (
     check_count,
     check_directory,
+    check_frozen,
     check_seconds,
     check_signals,
     check_stateful,
 )
 from accumplug.checkpoint.coordination import RankStore
+from accumplug.checkpoint.division import BASE
 from accumplug.checkpoint.load import Position, find, leave_behind, left_behind
 from accumplug.checkpoint.save_handle import SaveHandle
 from accumplug.checkpoint.save_policy import SavePolicy
@@ -73,6 +75,9 @@ class Checkpointer:
         keep_every: keep the first checkpoint of each so many updates as well, for an evaluation
             later.
         background: write in a thread, beside the loop.
+        frozen: "link" writes weights that are not trained once, and links them from then on. "skip"
+            leaves those out that are frozen now, for as long as nobody writes into them: whoever
+            resumes the run builds the model with the same ones, which is checked.
         copy: copy weights and optimizer state for that; else they are read from where they are,
             until the next step. For a loop that writes into parts of them behind torch's back
             (through NumPy), which can go unnoticed.
@@ -106,6 +111,7 @@ class Checkpointer:
         keep: int = 2,
         keep_every: int | None = None,
         background: bool = True,
+        frozen: Literal["link", "skip"] = "link",
         copy: bool = False,
         signals: Sequence[int] = (),
         generators: Sequence[Any] = (),
@@ -125,6 +131,7 @@ class Checkpointer:
             check_count("every_updates", every_updates, "updates")
         if every_seconds is not None:
             check_seconds("every_seconds", every_seconds)
+        check_frozen(frozen, copy)
         self._kinds = check_signals(signals)
         self.directory = Path(directory)
         self._close_forgotten()
@@ -133,6 +140,8 @@ class Checkpointer:
         self._accum = accum
         self._order = DataPosition(loader, self._making_workers, generators, verify_data)
         self._train_state = find_train_state(accum, model, stateful)
+        if frozen == "skip":
+            self._train_state.leave_out_frozen()
         self._schedule = SaveSchedule(accum, every, every_seconds, every_updates)
         ranks = accum.parts.group
         self._store = RankStore(ranks) if ranks.size > 1 else None
@@ -144,6 +153,7 @@ class Checkpointer:
             }
             options |= {"every_updates": every_updates, "keep_every": keep_every}
             options |= {"every_seconds": every_seconds, "background": background}
+            options["frozen"] = frozen
             options |= {"signals": list(map(int, signals)), "objects by name": sorted(stateful)}
             self._store.compare(options)
         self._policy = SavePolicy(
@@ -538,6 +548,7 @@ class Checkpointer:
         accum, ranks = self._accum, self._accum.parts.group
         others = parts.get("objects", [{}])
         self._train_state.check(parts["progress"], others[0])
+        self._check_base(parts[BASE], world)
         if world == ranks.size:
             own = parts[f"rank-{ranks.rank}"]
         else:
@@ -548,6 +559,23 @@ class Checkpointer:
         window_state.restore(own, accum, self._train_state, self._order)
         self._feed_state, self._opened = own["feed"], None
         self._policy.start_at(own["count"])
+
+    def _check_base(self, base: list[State], world: int) -> None:
+        """Raise ValueError, on all ranks, if weights that were left out are other ones here."""
+        ranks = self._accum.parts.group
+        if not base:
+            return
+        if self._train_state.is_sharded and world != ranks.size:
+            raise ValueError(
+                f'a sharded checkpoint with frozen="skip" of {world} ranks can\'t be compared with '
+                f"the weights on {ranks.size}; start {world}"
+            )
+        wrong = self._train_state.difference_from(base)
+        if ranks.sum([float(bool(wrong))])[0]:
+            raise ValueError(
+                f'the checkpoint was saved with frozen="skip", without weights that this run has '
+                f"otherwise: {wrong or 'see another rank'}. Build the model with the same ones"
+            )
 
     @contextmanager
     def _making_workers(self, loader: Any) -> Iterator[None]:

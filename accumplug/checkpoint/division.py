@@ -4,11 +4,14 @@ They are parts of a checkpoint of their own, so that an update rewrites the othe
 weight, and the moments of one, hold still: no optimizer has it, or it requires no gradient. That
 they do is not taken for granted: a part is linked only while its tensors are the same ones, nobody
 has written into them (as torch counts it), and `SAMPLES` words of each are what they were.
+
+Frozen weights may be left out altogether: what the model was when its Checkpointer was built, and
+still is, has to be there again when the run is resumed, and is compared by checksums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +19,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accumplug.checkpoint import optimizer_state
-from accumplug.checkpoint.model_state import Fingerprint, fingerprint
+from accumplug.checkpoint.model_state import Fingerprint
 from accumplug.errors import CheckpointError
 from accumplug.parallel import fsdp
 from accumplug.storage.codec import is_dense
 from accumplug.storage.layout import Checkpoint, read_part
 from accumplug.storage.live import SAMPLES
+from accumplug.storage.safetensors_io import digest
+
+Mark = tuple[int, int, bytes]
+"""Of a tensor that holds still: where it is, its version, and samples of it."""
+
+BASE = "base"
+"""The part that describes the weights that are left out."""
 
 STILL = {"model": "frozen", "optimizer": "moments"}
 """Of each large part, the one beside it that holds still."""
@@ -35,6 +45,7 @@ class Division:
         optimizers: those whose states are saved in the part "optimizer".
         holders: everything that steps on parameters, the optimizers too.
         sharded: each rank has a part of the parameters.
+        base: the marks of frozen weights that are left out for as long as they have them.
     """
 
     def __init__(
@@ -43,6 +54,7 @@ class Division:
         optimizers: Sequence[Optimizer],
         holders: Iterable[Any],
         sharded: bool,
+        base: Collection[Mark] = (),
     ) -> None:
         trained = set()
         for holder in holders:
@@ -54,9 +66,15 @@ class Division:
         self.weights = {p.data_ptr(): p for p in parts}
         """This rank's part of each parameter, by its place in memory."""
         self.weights.pop(0, None)  # of no element
-        self._frozen = [p for place, p in self.weights.items() if place not in trained]
-        self.places = frozenset(self.weights) - trained
-        """Where the frozen ones are."""
+        frozen = [self.weights[place] for place in self.weights if place not in trained]
+        self.marks = _marks(frozen) if frozen else []
+        """Of the frozen ones."""
+        self.left_out: dict[int, Mark] = {}
+        """Those of them that are not saved, by their places."""
+        if base:
+            self.left_out = {mark[0]: mark for mark in self.marks if mark in base}
+        self.places = frozenset(self.weights) - trained - self.left_out.keys()
+        """Where those are that are saved."""
         self._moments: list[dict[int, Any]] = []
         for optimizer in optimizers:
             index, states = 0, {}
@@ -67,29 +85,52 @@ class Division:
                         states[index] = optimizer.state[p]
                     index += 1
             self._moments.append(states)
-        self.indices = tuple([tuple(states) for states in self._moments])
+        self.indices = tuple(map(tuple, self._moments))
         """Of each optimizer the parameters whose moments hold still."""
 
     def weights_fingerprint(self) -> Fingerprint:
         """Of all weights, and which of them are frozen; of no buffers, which a forward changes."""
-        return self.places, *[(place, p._version) for place, p in self.weights.items()]
+        return (
+            self.places,
+            *self.left_out,
+            *[(place, p._version) for place, p in self.weights.items()],
+        )
 
     def frozen_fingerprint(self) -> Fingerprint:
-        """Of the frozen weights; () if there are none."""
-        return (*map(fingerprint, self._frozen), _samples(self._frozen)) if self._frozen else ()
+        """Of the frozen weights that are saved; () if there are none."""
+        if not self.places:
+            return ()
+        return tuple([mark for mark in self.marks if mark[0] in self.places])
 
     def moments_fingerprint(self) -> Fingerprint:
         """Of the moments that hold still; () if there are none."""
         if not any(self._moments):
             return ()
-        tensors = list(_tensors(self._moments))
-        return self.indices, *optimizer_state.fingerprint(self._moments), _samples(tensors)
+        marks = _marks(list(_tensors(self._moments)))
+        return self.indices, *optimizer_state.fingerprint(self._moments), *marks
 
     def split_weights(self, states: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The models' state_dicts, without the frozen weights and those alone."""
-        if not self.places:
+        """The models' state_dicts, without the frozen weights and those alone that are saved."""
+        if not self.marks:
             return list(states), []
-        return _split(states, [self._is_frozen] * len(states))
+        kept, count = list(states), len(states)
+        if self.left_out:
+            kept, _ = _split(states, [lambda _, value: _place(value) in self.left_out] * count)
+        return _split(kept, [lambda _, value: _place(value) in self.places] * count)
+
+    def describe_left_out(
+        self, states: Sequence[Any], digests: dict[Mark, str]
+    ) -> list[dict[str, Any]]:
+        """By model and name what the weights are that are left out. `digests` are kept there."""
+        found: list[dict[str, Any]] = []
+        for state in states:
+            found.append({})
+            for name, value in state.items():
+                if (mark := self.left_out.get(_place(value))) is not None:
+                    if mark not in digests:
+                        digests[mark] = digest(fsdp.local(value))
+                    found[-1][name] = described(value, digests[mark])
+        return found
 
     def split_moments(self, states: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The optimizers' states, without the moments that hold still and those alone."""
@@ -102,22 +143,32 @@ class Division:
             return list(states), []
         return _split(states, [rests(moments) for moments in self._moments])
 
-    def _is_frozen(self, name: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and fsdp.local(value).data_ptr() in self.places
+
+def _place(value: Any) -> int:
+    return fsdp.local(value).data_ptr() if isinstance(value, Tensor) else 0
+
+
+def described(tensor: Tensor, checksum: str) -> dict[str, Any]:
+    """Of a weight that is left out, or of this rank's part of it, what a resume compares."""
+    own = fsdp.local(tensor)
+    return {"dtype": f"{own.dtype}", "shape": list(own.shape), "checksum": checksum}
 
 
 def _split(
     states: Sequence[Any], rules: Sequence[Callable[[Any, Any], bool]]
 ) -> tuple[list[Any], list[Any]]:
+    """Each state without what its rule takes, and that alone."""
     changing, still = [], []
     for state, rests in zip(states, rules, strict=True):
         rest = {key: value for key, value in state.items() if rests(key, value)}
         still.append(rest)
-        changing.append(_without(state, rest) if rest else state)
+        changing.append(_without(state, rest))
     return changing, still
 
 
 def _without(state: Any, rest: dict[Any, Any]) -> Any:
+    if not rest:
+        return state
     kept = type(state)((key, value) for key, value in state.items() if key not in rest)
     if metadata := getattr(state, "_metadata", None):
         kept._metadata = metadata
@@ -132,18 +183,28 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _samples(tensors: Sequence[Tensor]) -> bytes:
-    """Some elements of each tensor, spread over it. On a GPU it waits for them once."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
+def _marks(tensors: Sequence[Tensor]) -> list[Mark]:
+    """Of each tensor its place, its version, and some elements that are spread over it.
+
+    On a GPU it waits for them, once for each dtype.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    spread: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
         count, tensor = tensor.numel(), tensor.detach()
         if count and not is_dense(tensor.shape, tensor.stride()):
             tensor = tensor.reshape(-1)
         step = max(1, count // SAMPLES)
-        spread = tensor.as_strided((-(-count // step),), (step,))
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(spread)
-    found = [torch.cat(each).cpu() for each in kinds.values()]
-    return b"".join(each.view(torch.uint8).numpy().tobytes() for each in found)
+        spread.append(tensor.as_strided((-(-count // step),), (step,)))
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
+    samples = [b""] * len(spread)
+    for indices in kinds.values():
+        found = torch.cat([spread[index] for index in indices]).cpu().view(torch.uint8)
+        data, start = found.numpy().tobytes(), 0
+        for index in indices:
+            end = start + spread[index].numel() * spread[index].dtype.itemsize
+            samples[index], start = data[start:end], end
+    return [(t.data_ptr(), t._version, s) for t, s in zip(tensors, samples, strict=True)]
 
 
 class JoinedParts:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumplug.checkpoint.division import JoinedParts
+from accumplug.checkpoint.division import BASE, JoinedParts, keys_of
 from accumplug.errors import CheckpointError
 from accumplug.storage.codec import TensorShard
 from accumplug.storage.json import dump_json
@@ -37,7 +37,8 @@ def export(
 
     Raises:
         CheckpointError: there is no whole checkpoint.
-        ValueError: files are there already, or a tensor has a dtype that safetensors lacks.
+        ValueError: frozen weights were left out, files are there already, or a tensor has a dtype
+            that safetensors lacks.
     """
     checkpoint = _open(Path(source))
     models, buffers = _weights(checkpoint), _buffers(checkpoint)
@@ -62,6 +63,14 @@ def _open(path: Path) -> Checkpoint:
 
 def _weights(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """The state_dict of each model, sharded tensors put together."""
+    if left_out := [part for part in checkpoint.parts if part.partition("-")[0] == BASE]:
+        base = keys_of(read_part(checkpoint, left_out[0]))
+        names = [name for model in base for name in model]
+        raise ValueError(
+            f'{checkpoint.path} was saved with frozen="skip": {len(names)} weights '
+            f"({', '.join(names[:2])}, ...) are in the model that it began with, and not here. "
+            f'Resume it with frozen="link", save, and export that'
+        )
     read = JoinedParts(checkpoint).read
     if "model" in checkpoint.parts:
         saved = [read("model", mapped=True)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from accumplug.checkpoint import dtensor_shards
 from accumplug.checkpoint.coordination import RankStore
-from accumplug.checkpoint.division import STILL, JoinedParts
+from accumplug.checkpoint.division import BASE, STILL, JoinedParts, keys_of
 from accumplug.errors import CheckpointError, DamagedCheckpointError
 from accumplug.parallel.group import DataParallelGroup
 from accumplug.storage.json import dump_json, parse_json
@@ -121,7 +121,12 @@ def read(checkpoint: Checkpoint, ranks: DataParallelGroup) -> dict[str, Any]:
     joined = JoinedParts(checkpoint)
     for name in STILL:
         parts[name] = dtensor_shards.read(checkpoint, name, ranks, joined.read)
-    parts["still"] = joined.still
+    parts["still"], parts[BASE] = joined.still, []
+    own_base = BASE if BASE in checkpoint.parts else f"{BASE}-{ranks.rank % world}"
+    if own_base in checkpoint.parts:
+        base = read_part(checkpoint, own_base)
+        parts[BASE] = base if isinstance(base, list) else [base]
+        parts["still"][BASE] = keys_of(base)
     if f"objects-{ranks.rank % world}" in checkpoint.parts:
         parts["objects"] = dtensor_shards.read(checkpoint, "objects", ranks)
     return parts

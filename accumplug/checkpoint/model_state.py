@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,8 +96,10 @@ def _set_buffer(module: nn.Module, name: str, value: Any) -> None:
         module._buffers[name] = None if value is None else value.clone().to(first.device)
 
 
-def load_weights(model: nn.Module, states: Sequence[Any]) -> None:
+def load_weights(model: nn.Module, states: Sequence[Any], left_out: Collection[str] = ()) -> None:
     """Load the state_dict of `model` that one rank, or all of them, have saved.
+
+    The names in `left_out` are not in it, and stay as they are.
 
     Raises:
         ValueError: a tensor has another dtype here; load_state_dict would convert it silently.
@@ -108,4 +110,9 @@ def load_weights(model: nn.Module, states: Sequence[Any]) -> None:
         saved = state.get(name)
         if isinstance(saved, Tensor) and isinstance(value, Tensor) and saved.dtype != value.dtype:
             raise ValueError(f"{name} is {value.dtype} here and {saved.dtype} in the checkpoint")
-    model.load_state_dict(state)
+    if not left_out:
+        model.load_state_dict(state)
+        return
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if wrong := [*(set(missing) - set(left_out)), *unexpected]:
+        raise ValueError(f"{', '.join(sorted(wrong))}: in one of checkpoint and model only")

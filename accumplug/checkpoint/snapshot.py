@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accumplug.accumulator import Accumulator
-from accumplug.checkpoint.division import STILL, keys_of
+from accumplug.checkpoint.division import BASE, STILL, keys_of
 from accumplug.checkpoint.model_state import Fingerprint
 from accumplug.checkpoint.step_guard import StepGuard
 from accumplug.checkpoint.train_state import State, TrainState
@@ -51,6 +51,7 @@ class Snapshot:
         self._tree: Any = None
         self._weights: Collection[int] = ()
         """Where the parameters are in memory."""
+        self._leaves_out = False
         self._unchecked: set[str] = set()
         """Parts that another process has written, until they are linked for the first time."""
 
@@ -91,7 +92,8 @@ class Snapshot:
         if self._train_state.is_sharded and ranks != self._accum.parts.group.size:
             return  # cut into other pieces
         parts = self._linkable_parts()
-        if still != {name: keys_of(get()) for name, _, get in parts if name in STILL.values()}:
+        names = (BASE, *STILL.values())
+        if still != {name: keys_of(get()) for name, _, get in parts if name in names}:
             return  # other weights are frozen now
         self._fingerprints = {name: fingerprint for name, fingerprint, _ in parts}
         self._unchecked = set(self._fingerprints)
@@ -135,7 +137,7 @@ class Snapshot:
         """
         train_state, updates = self._train_state, self._accum.updates
         division, since = train_state.divide(), updates if self._copies else -1
-        self._weights = division.weights.keys()
+        self._weights, self._leaves_out = division.weights.keys(), bool(division.left_out)
         weights, moments = train_state.weights, train_state.optimizer_states
         parts: list[tuple[str, Fingerprint, Callable[[], Any]]] = [
             (
@@ -153,6 +155,9 @@ class Snapshot:
             parts.append(
                 ("frozen", (since, *frozen), lambda: _one(division.split_weights(weights())[1]))
             )
+        if division.left_out:
+            marks = division.left_out.values()
+            parts.append((BASE, (*marks,), lambda: _one(train_state.left_out(division))))
         if resting := division.moments_fingerprint():
             parts.append(
                 ("moments", (since, *resting), lambda: _one(division.split_moments(moments())[1]))
@@ -186,7 +191,7 @@ class Snapshot:
 
     def _position(self) -> State:
         accum = self._accum
-        return {
+        position = {
             "update": accum.updates,
             "micro_batch": accum.micro_batches,
             "epoch": accum.epoch,
@@ -196,6 +201,7 @@ class Snapshot:
             if accum.parts.state.window is None
             else accum.parts.state.window.steps,
         }
+        return position | {"frozen": "left out"} if self._leaves_out else position
 
 
 def _one(states: list[Any]) -> Any:

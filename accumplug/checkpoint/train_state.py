@@ -6,17 +6,18 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import dtensor_shards, model_state, optimizer_state
-from accumplug.checkpoint.division import Division
+from accumplug.checkpoint.division import BASE, Division, Mark, described
 from accumplug.checkpoint.model_state import Fingerprint, unwrap_model
 from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import bucket_order, ddp_modules, settle_buckets
 from accumplug.storage.codec import encode
+from accumplug.storage.safetensors_io import digest
 
 State = dict[str, Any]
 
@@ -44,6 +45,8 @@ class TrainState:
         self.scaler = scaler
         self.stateful = stateful
         self._buckets: list[list[str] | None] | None = None
+        self._base: frozenset[Mark] = frozenset()
+        self._digests: dict[Mark, str] = {}
 
     @property
     def models(self) -> list[nn.Module]:
@@ -61,14 +64,43 @@ class TrainState:
         """The models' state_dicts."""
         return [unwrap_model(model).state_dict() for model in self.models]
 
+    def leave_out_frozen(self) -> None:
+        """Let the weights that are frozen now be in no checkpoint while they stay as they are."""
+        self._base = frozenset(self.divide().marks)
+
+    def left_out(self, division: Division) -> list[dict[str, Any]]:
+        """By model and name, what the weights are that no checkpoint has."""
+        return division.describe_left_out(self.weights(), self._digests)
+
+    def difference_from(self, base: Sequence[State]) -> str:
+        """How the weights here differ from those that were left out of a checkpoint, or ""."""
+        wrong = []
+        marks = {mark[0]: mark for mark in self.divide().marks}
+        for saved, weights in zip(base, self.weights(), strict=True):
+            for name, there in saved.items():
+                if not isinstance(value := weights.get(name), Tensor):
+                    wrong.append(f"{name} is not in this model")
+                    continue
+                local = fsdp.local(value)
+                checksum = digest(local)
+                if (mark := marks.get(local.data_ptr())) is not None:
+                    self._digests[mark] = checksum
+                if (here := described(value, checksum)) != there:
+                    wrong.append(f"{name} is {here} here and {there} in the checkpoint")
+        if not wrong:
+            return ""
+        return "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+
     def divide(self) -> Division:
         """What holds still from one update to the next, as it is now."""
-        named = (thing for thing in self.stateful.values() if hasattr(thing, "param_groups"))
+        holders: list[Any] = list(self.optimizers)
+        for thing in self.stateful.values():
+            if hasattr(thing, "param_groups"):
+                holders.append(thing)
         parameters: list[nn.Parameter] = []
         for model in map(unwrap_model, self.models):
             parameters += model_state.parameters(model, self.is_sharded)
-        holders = [*self.optimizers, *named]
-        return Division(parameters, self.optimizers, holders, self.is_sharded)
+        return Division(parameters, self.optimizers, holders, self.is_sharded, self._base)
 
     def optimizer_states(self) -> list[Any]:
         """What the optimizers keep of each parameter."""
@@ -176,8 +208,11 @@ class TrainState:
     def load(self, parts: Mapping[str, Any]) -> None:
         """Load the parts "model", "optimizer" and "progress"."""
         models, optimizers = self.models, self.optimizers
-        for model, states in zip(models, _by_object(parts["model"], len(models)), strict=True):
-            model_state.load_weights(unwrap_model(model), states)
+        base = parts[BASE] or [{}] * len(models)
+        for model, states, left_out in zip(
+            models, _by_object(parts["model"], len(models)), base, strict=True
+        ):
+            model_state.load_weights(unwrap_model(model), states, left_out.keys())
         progress = parts["progress"]
         for optimizer, groups, states in zip(
             optimizers,

@@ -11,6 +11,7 @@ Format: https://huggingface.co/docs/safetensors#format
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,15 @@ import numpy as np
 import torch
 
 from accumplug.errors import CheckpointError
-from accumplug.storage.files import THREADS, FileEntry, Source, read_file, write_file
+from accumplug.storage.files import (
+    BLOCK,
+    THREADS,
+    FileEntry,
+    Source,
+    checksum,
+    read_file,
+    write_file,
+)
 from accumplug.storage.json import MAX_JSON, dump_json, parse_json
 
 DTYPES = {
@@ -89,6 +98,13 @@ def raw(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, not copied."""
     # as_strided, because a single element counts as contiguous whatever its stride is.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """8 hex digits for the values of a tensor, from the checksums of its blocks."""
+    memory = raw(tensor.detach().cpu().contiguous())
+    sums = [checksum(memory[at : at + BLOCK]) for at in range(0, len(memory), BLOCK)]
+    return f"{zlib.crc32(''.join(sums).encode()):08x}"
 
 
 def read_tensors(path: Path, entry: FileEntry, *, mapped: bool = False) -> dict[str, torch.Tensor]:

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import difference
 
 from accumplug import Accumulator, Checkpointer
-from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint
+from accumplug.checkpoint.export import export
+from accumplug.storage.inspect import describe
+from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint, read_part
 
 WIDE, RANK, STEPS = 48, 2, 2
 
@@ -414,3 +417,116 @@ def test_lbfgs_and_several_optimizers_are_resumed_as_before(tmp_path: Path) -> N
         checkpoint.resume()
         other.train(then=step)
     assert difference(other.state(), quiet) is None
+
+
+SKIP = {"frozen": "skip"}
+
+
+def with_base(seed: int, base: int = 1, **options: Any) -> Run:
+    """A run of that seed on the frozen weights of another one."""
+    run = Run(seed, **options)
+    weights = Run(base).model.state_dict()
+    frozen = {name: value for name, value in weights.items() if "base" in name}
+    run.model.load_state_dict(frozen, strict=False)
+    return run
+
+
+def test_left_out_weights_are_in_no_file_and_the_resume_is_exact(tmp_path: Path) -> None:
+    """Inside of a window too; the buffers and the trained weights are there."""
+    quiet, run = Run().train().state(), Run()
+    with run.checkpoints(tmp_path, **EVERY, **SKIP):
+        run.train(5)
+    newest = list_checkpoints(tmp_path)[-1]
+    files = open_checkpoint(newest).manifest.files
+    assert "frozen.safetensors" not in files
+    assert not any("base" in name for name in read_part(open_checkpoint(newest), "model"))
+    assert files["base.json"].linked
+    assert "frozen       left out" in describe(newest)
+    second = with_base(2)
+    with second.checkpoints(tmp_path, **EVERY, **SKIP) as checkpoint:
+        checkpoint.resume()
+        second.train(9)
+    assert open_checkpoint(list_checkpoints(tmp_path)[-1]).manifest.files["base.json"].linked
+    whole(tmp_path)
+    third = with_base(3)
+    with third.checkpoints(tmp_path, **SKIP) as checkpoint:
+        checkpoint.resume()
+        third.train()
+    assert difference(third.state(), quiet) is None
+
+
+@pytest.mark.parametrize("frozen", ["link", "skip"])
+def test_a_resume_on_other_frozen_weights_is_refused_by_name(frozen: str, tmp_path: Path) -> None:
+    """Before anything is loaded."""
+    run = Run()
+    with run.checkpoints(tmp_path, every=3, **SKIP):
+        run.train(3)
+    other = Run(seed=2)
+    before = other.state()
+    message = r"0\.base\.weight is .* here and .* the checkpoint"
+    with (
+        other.checkpoints(tmp_path, frozen=frozen) as checkpoint,
+        pytest.raises(ValueError, match=message),
+    ):
+        checkpoint.resume()
+    assert difference(other.state(), before) is None
+
+
+def test_a_frozen_weight_that_has_changed_is_not_left_out(tmp_path: Path) -> None:
+    """By hand, or as it was trained for a while: the model that is built again has it no more."""
+
+    def write(run: Run) -> None:
+        count = run.accum.micro_batches
+        first, last = run.model[0].base, run.model[2].base  # type: ignore[union-attr]
+        if count == 2:
+            first.weight.detach()[0, 0].add_(1)  # type: ignore[union-attr, operator]
+        if count in (2, 4):
+            last.requires_grad_(count == 2)  # type: ignore[union-attr, operator]
+
+    held = {"parameters": lambda model: model.parameters()}
+    quiet, run = Run(**held).train(then=write).state(), Run(**held)
+    with run.checkpoints(tmp_path, every=5, **SKIP):
+        run.train(5, write)
+    (path,) = list_checkpoints(tmp_path)
+    assert read_part(open_checkpoint(path), "frozen").keys() == {
+        "0.base.weight", "2.base.weight", "2.base.bias",
+    }  # fmt: skip
+    second = with_base(2, **held)
+    with second.checkpoints(tmp_path, every=3, keep=1, **SKIP) as checkpoint:
+        checkpoint.resume()
+        second.train(8, write)
+    third = with_base(3, **held)
+    with third.checkpoints(tmp_path, **SKIP) as checkpoint:
+        checkpoint.resume()
+        third.train(then=write)
+    assert difference(third.state(), quiet) is None
+
+
+def test_left_out_weights_can_be_taken_in_again_and_then_exported(tmp_path: Path) -> None:
+    """An export refuses a checkpoint without them and says what to do."""
+    run = Run()
+    with run.checkpoints(tmp_path, every=3, **SKIP):
+        run.train(3)
+    with pytest.raises(ValueError, match=r'frozen="skip": 4 weights \(0\.base\.weight, 0\.base\.b'):
+        export(tmp_path, tmp_path / "out")
+    second = with_base(2)
+    with second.checkpoints(tmp_path) as checkpoint:
+        checkpoint.resume()
+        checkpoint.save()
+    (file,) = export(tmp_path, tmp_path / "out")
+    found = load_file(file)
+    assert found.keys() == run.model.state_dict().keys()
+    assert all(torch.equal(found[name], run.model.state_dict()[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"frozen": "drop"}, 'frozen is "link" or "skip"'), (SKIP | {"copy": True}, 'give frozen="l')],
+)
+def test_options_for_frozen_weights_that_can_not_be_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Before the directory is touched."""
+    with pytest.raises(ValueError, match=message):
+        Run().checkpoints(tmp_path / "none", **options)
+    assert not (tmp_path / "none").exists()

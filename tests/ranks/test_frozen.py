@@ -52,7 +52,7 @@ class Adapted(nn.Module):
 
 
 def adapt(
-    rank: int, kind: str, directory: Path, resume: bool = False, until: int = 99
+    rank: int, kind: str, directory: Path, resume: bool = False, until: int = 99, **options: Any
 ) -> dict[str, Tensor]:
     """Train on this rank, with a save after each micro-batch; the weights."""
     warnings.filterwarnings("ignore", message="deferring the reduction")
@@ -67,7 +67,7 @@ def adapt(
     optimizer = torch.optim.SGD(held, 0.05, momentum=0.9)
     accum = Accumulator(TOTAL // dist.get_world_size(), optimizer=optimizer)
     loader = DataLoader(Samples(), 2, sampler=DistributedSampler(Samples(), shuffle=False))
-    options = {"model": model, "loader": loader, "every": 1, "keep": 99}
+    options |= {"model": model, "loader": loader, "every": 1, "keep": 99}
     with Checkpointer(directory, accum, **options) as checkpoint:
         if resume:
             assert checkpoint.resume() is not None
@@ -121,3 +121,53 @@ def test_another_number_of_ranks_has_the_frozen_weights_of_the_checkpoint(
     assert all(
         list(faults(open_checkpoint(path))) == [] for path in list_checkpoints(tmp_path / "other")
     )
+
+
+def adapt_on_base(rank: int, kind: str, directory: Path, other: int, **options: Any) -> str:
+    """Resume a checkpoint without frozen weights, rank `other` on other ones; what is said."""
+    seed = torch.manual_seed
+
+    def same(_: int) -> Any:
+        return seed(1 + (rank == other))
+
+    torch.manual_seed = same  # type: ignore[assignment]
+    try:
+        adapt(rank, kind, directory, resume=True, frozen="skip")
+    except ValueError as error:
+        return str(error)
+    finally:
+        torch.manual_seed = seed
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+def test_all_ranks_refuse_frozen_weights_that_are_others_on_one(
+    ranks: Ranks, kind: str, tmp_path: Path
+) -> None:
+    """Where they are left out; with the same ones the resume is exact."""
+    quiet = ranks.run(2, adapt, kind, tmp_path / "quiet")
+    ranks.run(2, adapt, kind, tmp_path / "run", until=7, frozen="skip")
+    found = list_checkpoints(tmp_path / "run")
+    assert all(not list(path.glob("frozen*")) for path in found)
+    assert found
+    if kind == "sharded":
+        said = ranks.run(2, adapt_on_base, kind, tmp_path / "run", 1)
+        assert "base.weight is " in said[1]
+        assert "see another rank" in said[0]
+    assert ranks.run(2, adapt_on_base, kind, tmp_path / "run", -1) == ["", ""]
+    whole = list_checkpoints(tmp_path / "run")
+    assert len(whole) == 12
+    shutil.copytree(whole[-1], tmp_path / "last" / whole[-1].name)
+    rest = ranks.run(2, adapt_finished, kind, tmp_path / "last")
+    for ours, theirs in zip(quiet, rest, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def adapt_finished(rank: int, kind: str, directory: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint at the end of the data."""
+    seed = torch.manual_seed
+    torch.manual_seed = lambda _: seed(1)  # type: ignore[assignment]
+    try:
+        return adapt(rank, kind, directory, resume=True, frozen="skip", until=0)
+    finally:
+        torch.manual_seed = seed
