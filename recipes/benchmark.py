@@ -300,7 +300,10 @@ def table(results: dict[str, Any]) -> str:
     lines = []
 
     def walk(path: str, value: Any) -> None:
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value.keys() == {"median", "lowest", "highest"}:
+            median, lowest, highest = (f"{number:.4g}" for number in value.values())
+            lines.append(f"{path:<72} {median:>12} ({lowest} to {highest})")
+        elif isinstance(value, dict):
             for key, inner in value.items():
                 walk(f"{path} {key}".strip(), inner)
         elif isinstance(value, float):

@@ -1,19 +1,19 @@
 """The checkpoint section of benchmark.py: saves in windows of 16 micro-batches, and the resume.
 
 They stand beside `accelerator.save_state`, which blocks the loop, and the `async_save` of
-torch.distributed.checkpoint (DCP). One loop trains one model and the three take turns to save in
-it, so that their ratios hold on a machine whose speed varies. Memory and resumes are measured in
-processes of their own.
+torch.distributed.checkpoint (DCP). One loop trains one model; in each turn each way saves once and
+one window has no save, so that ratios hold on a machine whose speed varies. Memory and resumes are
+measured in processes of their own, resumes with the files in the page cache and without.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,7 @@ from benchmark_loops import Settings, peak_bytes
 from accumplug import Accumulator, Checkpointer
 
 STEPS = 16
-APART = 2 * STEPS  # micro-batches from a save to the next: a window with a save, one without
 TOKENS = 64
-
-
-@dataclass
-class Block:
-    """The moments of a micro-batch: its backward is done; its block, and a save, have ended."""
-
-    backward: float
-    end: float
 
 
 class Run:
@@ -52,19 +43,11 @@ class Run:
     def checkpointer(self) -> Checkpointer:
         return Checkpointer(self.folder / "accum", self.accum, model=self.model)
 
-    def train(self, micro_batches: int, save: Callable[[], object] | None = None) -> list[Block]:
-        """Train micro-batches, and save after the last one if there is a `save`."""
-        blocks = []
-        for left in reversed(range(micro_batches)):
+    def train(self, micro_batches: int) -> None:
+        for _ in range(micro_batches):
             with self.accum(self.model):
                 self.accum.backward(self.model(self.settings.token_ids(TOKENS))["loss"])
-                self.settings.synchronize()
-                backward = time.perf_counter()
-            if save is not None and left == 0:
-                save()
-            self.settings.synchronize()
-            blocks.append(Block(backward, time.perf_counter()))
-        return blocks
+        self.settings.synchronize()
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -73,10 +56,15 @@ class Run:
         self.accelerator.save_state(self.folder / "accelerate")
 
     def async_save(self) -> None:
+        path = self.folder / f"dcp-{len(self.writing) % 2}"
+        self.writing.append(dcp.async_save(self.state(), checkpoint_id=path))
+
+    def wait(self, checkpointer: Checkpointer) -> None:
+        """Until nothing is written, and the disk has all that is in the page cache."""
+        checkpointer.wait()
         for writing in self.writing:
             writing.result()
-        path = self.folder / f"dcp-{len(self.writing)}"
-        self.writing.append(dcp.async_save(self.state(), checkpoint_id=path))
+        os.sync()
 
     def seconds(self, call: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -87,20 +75,27 @@ class Run:
 
 def checkpoint(settings: Settings) -> dict[str, Any]:
     """Saves in a window of 16: the loop's time, the slowdown, memory, bytes and the resume."""
+    repeats = settings.repeats
     with tempfile.TemporaryDirectory(dir=settings.output_dir) as folder:
         run = Run(settings, folder)
         run.train(STEPS)  # makes the moments
         with run.checkpointer() as checkpointer:
-            first, held, longer = take_turns(run, checkpointer)
+            first = run.seconds(lambda: checkpointer.save(wait=False))
+            run.train(STEPS)
+            held, longer = take_turns(run, checkpointer, 2 * repeats + 2)
             run.train(STEPS // 2)
-            _, held_inside, longer_inside = take_turns(run, checkpointer)
+            held_inside, longer_inside = take_turns(run, checkpointer, repeats // 2 + 1)
             checkpointer.save()
             run.train(1)
             share = new_share(checkpointer.save())
+            run.wait(checkpointer)
         loads = {"accum": "resume", "save_state": "load_state", "DCP async_save": "load_dcp"}
-        resume = {
-            name: spread([settings.in_child(load, folder) for _ in range(settings.repeats)])
-            for name, load in loads.items()
+        resumes = {
+            place: {
+                name: [settings.in_child(load, folder, place) for _ in range(repeats)]
+                for name, load in loads.items()
+            }
+            for place in ("cached", "on disk")
         }
     save_state = statistics.median(held["save_state"])
     return {
@@ -118,40 +113,44 @@ def checkpoint(settings: Settings) -> dict[str, Any]:
             name: settings.in_child("memory_of_a_save", name) for name in ("accum", "DCP")
         },
         "bytes written inside of a window, of a whole checkpoint": share,
-        "resume in a new process, seconds": resume,
-        "resume, of load_state": resume["accum"]["median"] / resume["save_state"]["median"],
+        "resume in a new process, seconds": {
+            place: {name: spread(seconds) for name, seconds in rows.items()}
+            for place, rows in resumes.items()
+        },
+        "resume, of load_state": {
+            place: statistics.median(rows["accum"]) / statistics.median(rows["save_state"])
+            for place, rows in resumes.items()
+        },
     }
 
 
 Times = dict[str, list[float]]
 
 
-def take_turns(run: Run, checkpointer: Checkpointer) -> tuple[float, Times, Times]:
-    """Save in each way in turn at the present place of a window, and in every second window.
+def take_turns(run: Run, checkpointer: Checkpointer, turns: int) -> tuple[Times, Times]:
+    """Save in each way at the present place of a window, train 16 micro-batches, and wait.
 
-    Returns the seconds that the first save of accum holds the loop's thread, those that each later
-    save does, and those that the 16 micro-batches from a save on take longer than the 16 before.
+    Returns the seconds that the saves hold the loop's thread, and those that the save and the 16
+    micro-batches take longer than 16 without a save in the same turn. The order changes.
     """
     ways: dict[str, Callable[[], object]] = {
+        "none": lambda: None,
         "accum": lambda: checkpointer.save(wait=False),
         "save_state": run.save_state,
         "DCP async_save": run.async_save,
     }
-    blocks: list[Block] = []
-    for _ in range(run.settings.repeats + 1):
-        for save in ways.values():
-            blocks += run.train(APART, save)
-    blocks += run.train(STEPS)
+    names = list(ways)
     held: Times = {name: [] for name in ways}
-    longer: Times = {name: [] for name in ways}
-    for turn, at in enumerate(range(APART - 1, len(blocks) - STEPS, APART)):
-        name, before = list(ways)[turn % len(ways)], blocks[at - STEPS]
-        saving = blocks[at].end - blocks[at].backward - (before.end - before.backward)
-        usual = blocks[at].end - saving - before.end
-        held[name].append(saving)
-        longer[name].append(blocks[at + STEPS].end - blocks[at].end + saving - usual)
-    first = held["accum"][0]
-    return first, *({name: times[1:] for name, times in all_.items()} for all_ in (held, longer))
+    whole: Times = {name: [] for name in ways}
+    for turn in range(turns):
+        for name in names[turn % 4 :] + names[: turn % 4]:
+            run.wait(checkpointer)
+            held[name].append(run.seconds(ways[name]))
+            whole[name].append(held[name][-1] + run.seconds(lambda: run.train(STEPS)))
+    bare = whole.pop("none")
+    del held["none"]
+    longer = {n: [w - b for w, b in zip(times, bare, strict=True)] for n, times in whole.items()}
+    return held, longer
 
 
 def memory_of_a_save(settings: Settings, way: str) -> float:
@@ -159,40 +158,51 @@ def memory_of_a_save(settings: Settings, way: str) -> float:
     with tempfile.TemporaryDirectory(dir=settings.output_dir) as folder:
         run = Run(settings, folder)
         with run.checkpointer() as checkpointer:
-            run.train(2 * STEPS)
+            run.train(STEPS)
             gc.collect()
             peak_bytes(settings.device, reset=True)
-            run.train(STEPS)
+            run.train(STEPS + STEPS // 2)
             usual = peak_bytes(settings.device, reset=True)
-            ours = way == "accum"
-            run.train(
-                STEPS // 2, (lambda: checkpointer.save(wait=False)) if ours else run.async_save
-            )
+            checkpointer.save(wait=False) if way == "accum" else run.async_save()
             run.train(STEPS)
             above = peak_bytes(settings.device) - usual
-            for writing in run.writing:
-                writing.result()
+            run.wait(checkpointer)
         return above / sum(p.numel() * p.element_size() for p in run.model.parameters())
 
 
-def resume(settings: Settings, folder: str) -> float:
+def resume(settings: Settings, folder: str, place: str) -> float:
     """In a child: seconds of accum's resume, every byte checked."""
     run = Run(settings, folder)
+    put(run.folder / "accum", place)
     with run.checkpointer() as checkpointer:
         return run.seconds(checkpointer.resume)
 
 
-def load_state(settings: Settings, folder: str) -> float:
+def load_state(settings: Settings, folder: str, place: str) -> float:
     """In a child: seconds of Accelerate's load_state."""
     run = Run(settings, folder)
+    put(run.folder / "accelerate", place)
     return run.seconds(lambda: run.accelerator.load_state(run.folder / "accelerate"))
 
 
-def load_dcp(settings: Settings, folder: str) -> float:
+def load_dcp(settings: Settings, folder: str, place: str) -> float:
     """In a child: seconds of DCP's load."""
     run = Run(settings, folder)
     run.train(STEPS)  # makes the moments that it loads into
+    put(run.folder / "dcp-0", place)
     return run.seconds(lambda: dcp.load(run.state(), checkpoint_id=run.folder / "dcp-0"))
+
+
+def put(folder: Path, place: str) -> None:
+    """Let the page cache have the files in `folder`, or let it have none of their clean pages."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                if place == "on disk":
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                else:
+                    while file.read(1 << 20):
+                        pass
 
 
 def new_share(path: Path) -> float:

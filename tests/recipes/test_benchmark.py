@@ -1,6 +1,7 @@
 """The benchmark runs: its sections give their numbers, and a save falls where its row says."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,9 +49,22 @@ def test_saves_fall_on_the_place_of_the_window_that_their_row_names(tmp_path, mo
     for way in ("save_state", "async_save"):
         monkeypatch.setattr(run, way, lambda: pending.append(run.accum.pending))
     with run.checkpointer() as checkpointer:
-        _, held, longer = take_turns(run, checkpointer)
+        held, longer = take_turns(run, checkpointer, 2)
     assert pending == [before] * 4
     saved = [int(path.name.rpartition("-")[2]) for path in (tmp_path / "accum").glob("update-*")]
     assert [micro_batch % STEPS for micro_batch in saved] == [before] * 2
-    assert max(saved) - min(saved) == 3 * benchmark_checkpoints.APART
-    assert {name: len(times) for name, times in held.items()} == dict.fromkeys(longer, 1)
+    assert max(saved) - min(saved) == 3 * STEPS  # the order begins with another way in each turn
+    assert held.keys() == longer.keys() == {"accum", "save_state", "DCP async_save"}
+    assert {len(times) for times in (*held.values(), *longer.values())} == {2}
+
+
+@pytest.mark.parametrize("place", ["cached", "on disk"])
+def test_a_resume_is_measured_with_the_files_where_its_row_says(tmp_path, place):
+    """`put` is given clean pages."""
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    path.write_bytes(bytes(10 << 20))
+    os.sync()
+    benchmark_checkpoints.put(tmp_path, place)
+    with path.open("rb") as file:
+        assert file.read() == bytes(10 << 20)
