@@ -250,7 +250,11 @@ class Checkpointer:
     def _finished(self) -> Path | None:
         """Wait until the last save is on disk, on all ranks; where it is, if this run made it."""
         path = self._written()
-        if self._store is None and self._given_up:
+        again = self._given_up
+        if self._store is not None:  # what one rank has given up is no checkpoint on any of them
+            again = bool(self._store.share("again" if again else ""))
+        if again:
+            self._snapshot.copies_all = True
             self._save()
             path = self._written()
         failed = self._saved_at is None
@@ -334,9 +338,14 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, and let go of the Accumulator and of the signals. Closing twice is fine.
 
+        A save that was given up, as its weights were written to, is made anew on one rank.
         On several ranks rank 0, which serves the process group's store, waits until the others have
         closed theirs, for a minute at most.
         """
+        if not self._closed and self._store is None and self._accum.parts.state.block is None:
+            self._written()
+            if self._given_up:
+                self._save()
         self._close()
         if self._store is not None:
             try:
@@ -355,6 +364,7 @@ class Checkpointer:
         if Checkpointer._open.get(os.path.realpath(self.directory)) is self:
             del Checkpointer._open[os.path.realpath(self.directory)]
         try:
+            self._written()
             self._writer.close()
         finally:
             self._snapshot.leave()

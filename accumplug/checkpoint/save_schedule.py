@@ -74,12 +74,13 @@ class SaveSchedule:
         return self._seconds is not None and time.monotonic() - self._last >= self._seconds
 
     def owe(self) -> None:
-        """A save was given up. One rank makes up for it; several would have to agree on when."""
+        """A save was given up. One rank makes up for it; several do where they wait for it."""
         self._is_owed = self._accum.parts.group.size == 1
 
     def saved(self) -> None:
-        """The clock starts anew."""
+        """The clock starts anew, and nothing is owed."""
         self._last = time.monotonic()
+        self._is_owed = False
 
     def start_at(self, count: int) -> None:
         """Another process has counted to `count`."""

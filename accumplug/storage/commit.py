@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accumplug.errors import CheckpointError
+from accumplug.errors import CheckpointError, OverwrittenError
 from accumplug.storage.codec import Encoded
 from accumplug.storage.files import (
     UNSUPPORTED,
@@ -117,6 +117,8 @@ def write(
     work = _work(to, number)
     _make(to.directory)
     work.mkdir(exist_ok=to.world_size > 1)
+    if to.rank == 0 and number > 1:  # a slow rank has begun one anew that was given up
+        shutil.rmtree(_work(to, number - 1), ignore_errors=True)
     try:
         own = _write_parts(work, job.parts, job.live)
         if job.unchanged:
@@ -130,6 +132,8 @@ def write(
         reports = [own, *collect_reports(work, to.world_size, to.timeout), _link(work, job)]
         target = _commit(to, job, work, reports)
     except BaseException as error:
+        if to.rank and isinstance(error, OSError) and not work.exists():
+            raise OverwrittenError("rank 0 has given this save up, and says why") from error
         if to.rank:
             report_failure(work, to.rank, error)
         else:

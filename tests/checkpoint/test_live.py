@@ -254,6 +254,63 @@ def test_a_write_by_anybody_else_gives_the_save_up_and_the_next_block_makes_it_a
     assert difference(resumed.state(), saved) is None
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_close_right_after_a_save_was_given_up_makes_it_anew(waits: bool, tmp_path: Path) -> None:
+    """Of the moment of the close; and nothing is raised."""
+    run, disk = Run(Way()), SlowDisk(3)
+    checkpoint = run.checkpointer(tmp_path)
+    run.train(STEPS + 1)
+    with disk.installed():
+        handle = checkpoint.save(wait=False)
+        assert disk.stopped.wait(10)
+        by_numpy(run.model[4].weight)
+        disk.go_on()
+        if waits:
+            while not handle.done():
+                time.sleep(0.001)
+    with pytest.warns(UserWarning, match="was written to while it was being saved"):
+        checkpoint.close()
+    assert len(list_checkpoints(tmp_path)) == 1
+    saved, resumed = run.state(), Run(Way(), seed=9)
+    with resumed.checkpointer(tmp_path) as checkpoint:
+        checkpoint.resume()
+    assert difference(resumed.state(), saved) is None
+
+
+def test_an_error_of_the_loop_is_not_followed_by_a_new_save(tmp_path: Path) -> None:
+    """The state may be half of an update; the error is not hidden by the save that was given up."""
+    run, disk = Run(Way()), SlowDisk(3)
+
+    def train_and_fail() -> None:
+        with run.checkpointer(tmp_path) as checkpoint:
+            run.train(STEPS)
+            with disk.installed():
+                checkpoint.save(wait=False)
+                assert disk.stopped.wait(10)
+                by_numpy(run.model[4].weight)
+                disk.go_on()
+            raise KeyError("the loop's")
+
+    with pytest.warns(UserWarning, match="was written to"), pytest.raises(KeyError, match="loop's"):
+        train_and_fail()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_save_that_waits_makes_one_save_for_one_that_was_given_up(tmp_path: Path) -> None:
+    run, disk = Run(Way()), SlowDisk(3)
+    with run.checkpointer(tmp_path, keep=9) as checkpoint:
+        run.train(STEPS)
+        with disk.installed():
+            threading.Thread(
+                target=lambda: (disk.stopped.wait(10), by_numpy(run.model[4].weight), disk.go_on())
+            ).start()
+            with pytest.warns(UserWarning, match="was written to while it was being saved"):
+                path = checkpoint.save()
+        run.train(1)
+        checkpoint.wait()
+        assert list_checkpoints(tmp_path) == [path]
+
+
 def test_a_new_tensor_in_place_of_a_weight_leaves_the_save_as_it_was(tmp_path: Path) -> None:
     run, disk = Run(Way()), SlowDisk(3)
     with run.checkpointer(tmp_path) as checkpoint, disk.installed():

@@ -3,7 +3,10 @@ moments of its moment on each of them, and the run goes on as one that doesn't s
 
 from __future__ import annotations
 
+import shutil
 import sys
+import threading
+import time
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -19,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accumplug import Accumulator, Checkpointer
+from accumplug.storage.layout import list_checkpoints
 
 from .harness import Ranks
 
@@ -44,8 +48,8 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.accum = Accumulator(STEPS, optimizer=self.optimizer)
 
-    def checkpointer(self, directory: Path) -> Checkpointer:
-        return Checkpointer(directory, self.accum, model=self.model)
+    def checkpointer(self, directory: Path, keep: int = 2) -> Checkpointer:
+        return Checkpointer(directory, self.accum, model=self.model, keep=keep)
 
     def train(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
@@ -141,3 +145,88 @@ def test_a_rank_that_writes_into_its_shard_gives_the_save_up_and_no_run(
         assert "was written to while it was being saved" in raised
         assert any("from now on weights are copied" in text for text in warned)
     assert len(list(tmp_path.glob("update-*"))) == 1
+
+
+def give_up_first(rank: int, directory: Path) -> list[str]:
+    """What is warned of where rank 0 gives a save up while rank 1 is still writing."""
+    run, disk = Run(True), SlowDisk(2)
+    with run.checkpointer(directory) as checkpoint, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.train(STEPS)
+        checkpoint.save()
+        run.train(STEPS)
+        with disk.installed():
+            handle = checkpoint.save(wait=False)
+            assert disk.stopped.wait(10)
+            dist.barrier()  # both have begun
+            if rank == 0:
+                for parameter in run.model.parameters():
+                    parameter.data.to_local().mul_(2)
+                disk.go_on()
+                while not handle.done():
+                    time.sleep(0.01)
+            dist.barrier()
+            disk.go_on()
+            while not handle.done():
+                time.sleep(0.01)
+        run.train(1)
+        saved = run.state()
+        checkpoint.save()
+    resumed = Run(True, seed=9)
+    with resumed.checkpointer(directory) as checkpoint:
+        checkpoint.resume()
+    assert difference(resumed.state(), saved) is None
+    return [str(warning.message) for warning in told]
+
+
+def test_a_rank_that_is_still_writing_a_save_that_rank_0_gives_up_goes_on(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """And never links its part of an older update for it."""
+    first, second = ranks.run(2, give_up_first, tmp_path)
+    assert any("was written to while it was being saved" in text for text in first)
+    assert any("rank 0 has given this save up, and says why" in text for text in second)
+
+
+def overwrite_and_wait(rank: int, directory: Path, writes: int) -> Any:
+    """Where a resumed run differs, if rank `writes` writes into its shard during a `save()`."""
+    run, disk = Run(True), SlowDisk(2)
+    with run.checkpointer(directory, keep=9) as checkpoint, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.train(STEPS + 1)
+
+        def write() -> None:
+            assert disk.stopped.wait(10)
+            if rank == writes:
+                for parameter in run.model.parameters():
+                    parameter.data.to_local().mul_(2)
+            disk.go_on()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        with disk.installed():
+            path = checkpoint.save()
+        thread.join()
+        assert path.is_dir()
+        saved = run.state()
+        run.train(STEPS)
+        checkpoint.save()
+        run.train(1)
+        checkpoint.save(wait=False)
+    resumed = Run(True, seed=9)
+    dist.barrier()
+    for other in list_checkpoints(directory):
+        if other != path and rank == 0:
+            shutil.rmtree(other)
+    dist.barrier()
+    with resumed.checkpointer(directory) as checkpoint:
+        checkpoint.resume()
+    return difference(resumed.state(), saved)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("writes", [0, 1])
+def test_ranks_that_wait_for_a_save_make_it_anew_together_if_one_of_them_gives_it_up(
+    ranks: Ranks, world: int, writes: int, tmp_path: Path
+) -> None:
+    assert ranks.run(world, overwrite_and_wait, tmp_path, writes) == [None] * world
