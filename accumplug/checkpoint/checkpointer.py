@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, overload
 from torch import nn
 
 from accumplug.accumulator import Accumulator
-from accumplug.checkpoint import elastic, window_state
+from accumplug.checkpoint import elastic, foreign, window_state
 from accumplug.checkpoint.arguments import (
     check_count,
     check_directory,
@@ -271,7 +271,9 @@ class Checkpointer:
         if self._store is not None:
             self._whole(path)
 
-    def resume(self, *, start_over: bool = False) -> Position | None:
+    def resume(
+        self, *, start_over: bool = False, start_from: str | os.PathLike[str] | None = None
+    ) -> Position | None:
         """Resume from the newest whole checkpoint; None if there is none. All ranks call it.
 
         A newer one that is proven to be damaged is passed over with a warning that names the file.
@@ -281,6 +283,10 @@ class Checkpointer:
         Args:
             start_over: load nothing, and train from the start beside the checkpoints that are
                 there. They stay where they are, and no later resume looks at them.
+            start_from: what a run is started from that has no checkpoint here yet: a file of
+                torch.save with a dict of state_dicts, or a directory of Accelerate's `save_state`.
+                Weights, optimizers, schedulers and scaler are loaded; the data, the counters and
+                the random numbers begin anew. It is not looked at once there is a checkpoint.
 
         Raises:
             CheckpointError: there are checkpoints, and the newest can't be read (which is no
@@ -300,13 +306,13 @@ class Checkpointer:
             if ranks.rank == 0:
                 leave_behind(self.directory)
             self._resumed = True
-            return None
+            return self._start_from(start_from)
         found = find(self.directory, ranks, self._store, left_behind(self.directory))
         self._resumed = True
         for reason in found.passed:
             warnings.warn(f"passed over: {reason}", stacklevel=2)
         if found.checkpoint is None:
-            return None
+            return self._start_from(start_from)
         path = found.checkpoint.path
         try:
             self._load(found.parts, found.checkpoint.manifest.world_size)
@@ -319,6 +325,10 @@ class Checkpointer:
             self._snapshot.is_saved(found.checkpoint.manifest.world_size, found.parts["still"])
         self._writer.resume_from(found.checkpoint.manifest.files)
         self._saved_at = self._here()
+        return self._position(path, found.passed)
+
+    def _position(self, path: Path, passed: tuple[str, ...] = ()) -> Position:
+        accum = self._accum
         return Position(
             update=accum.updates,
             micro_batch=accum.micro_batches,
@@ -326,8 +336,25 @@ class Checkpointer:
             position=accum.position,
             pending=accum.pending,
             path=path,
-            passed=found.passed,
+            passed=passed,
         )
+
+    def _start_from(self, source: str | os.PathLike[str] | None) -> Position | None:
+        """Load what another tool has saved, or raise on all ranks if one can't read it."""
+        if source is None:
+            return None
+        path, states, wrong = Path(source), {}, None
+        try:
+            states = foreign.read(path)
+        except (ValueError, OSError, RuntimeError) as error:
+            wrong = error
+        failed = self._accum.parts.group.sum([float(wrong is not None)])[0]
+        if wrong is not None:
+            raise wrong
+        if failed:
+            raise ValueError(f"{path} can't be read on another rank, see there")
+        foreign.load(path, states, self._train_state)
+        return self._position(path)
 
     def wait(self) -> Path | None:
         """Wait until this rank writes nothing; the newest checkpoint of this run, on rank 0."""
