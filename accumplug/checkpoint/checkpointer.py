@@ -46,6 +46,9 @@ from accumplug.storage.lease import Lease
 from accumplug.storage.manifest import FORMAT
 from accumplug.storage.writer import Writer
 
+OPENED = "opened "
+"""Begins what a rank tells of a pass that it can resume."""
+
 
 class Checkpointer:
     """Checkpoints at any micro-batch, from which a new process continues with the same bits.
@@ -175,7 +178,7 @@ class Checkpointer:
         )
         self._closed = self._checked = False
         self._source: Path | None = None
-        self._resumed = False
+        self._resumed = self._loaded = False
         self._feed_state: State | None = None
         """The pass that was under way when the run was saved, until it is opened here."""
         self._opened: tuple[DataPassState, int] | None = None
@@ -434,17 +437,20 @@ class Checkpointer:
             data_pass,
             (data_pass, self._accum.parts.state.epoch),
         )
-        if not self._order.begun or state is None:
+        if self._order.begun and state is not None:
+            window_state.restore_pass(state, data_pass)
+        else:
             self._accum.parts.state.position = 0
-            return self._order.open(loader, 0)
-        window_state.restore_pass(state, data_pass)
         items = partial(self._order.open, loader, self._accum.parts.state.position)
-        return items() if self._store is None else self._open_together(items, self._store)
+        loaded, self._loaded = self._loaded, False
+        if not loaded or self._store is None:
+            return items()
+        return self._open_together(items, self._store, data_pass.weigh is not None)
 
     def _open_together(
-        self, resume: Callable[[], Iterator[tuple[Any, bool]]], store: RankStore
+        self, resume: Callable[[], Iterator[tuple[Any, bool]]], store: RankStore, weighs: bool
     ) -> Iterator[tuple[Any, bool]]:
-        """The items of a pass that is resumed; an error on all ranks if one has other data.
+        """The items of the first pass after a resume; an error on all ranks if one has other data.
 
         What the saved run had fetched has been fetched again before the first item is there.
         """
@@ -455,7 +461,11 @@ class Checkpointer:
             with suppress(RuntimeError):
                 store.share_all(f"{type(error).__name__}: {error}")
             raise
-        failed = {rank: text for rank, text in enumerate(store.share_all("")) if text}
+        buckets = self._train_state.prepared_buckets
+        told = store.share_all(f"{OPENED}{[last for _, last in first]} {buckets.waits}")
+        # else, and under weigh=, a rank may wait for the others before its first block
+        buckets.agreed = told == told[:1] * store.size and not weighs
+        failed = {rank: text for rank, text in enumerate(told) if not text.startswith(OPENED)}
         if failed:
             each = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             raise CheckpointError(f"not all ranks can resume their data. {each}")
@@ -594,7 +604,7 @@ class Checkpointer:
         self._train_state.load(parts)
         self._train_state.load_objects(others)
         window_state.restore(own, accum, self._train_state, self._order)
-        self._feed_state, self._opened = own["feed"], None
+        self._feed_state, self._opened, self._loaded = own["feed"], None, True
         self._policy.start_at(own["count"])
 
     def _check_base(self, base: list[State], world: int) -> None:

@@ -14,6 +14,7 @@ from accumplug.accumulator import Accumulator
 from accumplug.checkpoint import dtensor_shards, model_state, optimizer_state
 from accumplug.checkpoint.division import BASE, Division, Mark, described
 from accumplug.checkpoint.model_state import Fingerprint, unwrap_model
+from accumplug.integrations.accelerate_buckets import PreparedBuckets
 from accumplug.parallel import fsdp
 from accumplug.parallel.ddp import bucket_order, ddp_modules, settle_buckets
 from accumplug.storage.codec import encode
@@ -35,6 +36,7 @@ class TrainState:
         schedulers: Sequence[Any],
         scaler: Any,
         stateful: Mapping[str, Any],
+        buckets: PreparedBuckets,
     ) -> None:
         self._models = [weakref.ref(model) for model in models]
         self.is_sharded = any(fsdp.roots(model) for model in models)
@@ -47,6 +49,7 @@ class TrainState:
         self._buckets: list[list[str] | None] | None = None
         self._base: frozenset[Mark] = frozenset()
         self._digests: dict[Mark, str] = {}
+        self.prepared_buckets = buckets
 
     @property
     def models(self) -> list[nn.Module]:
@@ -145,6 +148,8 @@ class TrainState:
         `reduced`: they have reduced a gradient, and so have their final buckets.
         """
         ddps = self._ddp_modules()
+        if not ddps:
+            return [{"buckets": order} for order in self.prepared_buckets.orders(self.models)]
         if reduced and self._buckets is None:
             self._buckets = [bucket_order(ddp) for ddp in ddps]
         orders: Sequence[list[str] | None] = self._buckets or [None] * len(ddps)
@@ -156,7 +161,11 @@ class TrainState:
     def restore_buckets(self, states: Sequence[State]) -> None:
         """Before gradients are loaded: the buckets that `ddp_states` gave. All ranks are here."""
         self._buckets = None
-        for ddp, state in zip(self._ddp_modules(), states, strict=False):
+        ddps = self._ddp_modules()
+        if not ddps:
+            orders = [state["buckets"] for state in states]
+            self.prepared_buckets.restore(self.models, orders)
+        for ddp, state in zip(ddps, states, strict=False):
             if state["buckets"] is not None:
                 settle_buckets(ddp, state["buckets"])
 
@@ -266,7 +275,12 @@ def find_train_state(accum: Accumulator, model: Any, stateful: dict[str, Any]) -
                     f"the models given; give all of them: model=[...]"
                 )
     return TrainState(
-        models, _each(optimizers), _each(schedulers), accum.parts.stepper.scaler, stateful
+        models,
+        _each(optimizers),
+        _each(schedulers),
+        accum.parts.stepper.scaler,
+        stateful,
+        PreparedBuckets(accum.parts),
     )
 
 

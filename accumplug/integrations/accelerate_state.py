@@ -19,6 +19,7 @@ from accelerate.utils import fsdp_utils
 
 from accumplug.core.gradients import named, unwrapped_name
 from accumplug.errors import CheckpointError
+from accumplug.integrations.accelerate_buckets import PreparedBuckets
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.loop.registry import Registry
 from accumplug.parallel import fsdp
@@ -32,7 +33,7 @@ from accumplug.storage.safetensors_io import read_tensors, write_tensors
 
 def register_hooks(own: Lifecycle, accelerator: Any) -> None:
     """Let `save_state` and `load_state` of `accelerator` take the open window along."""
-    this = weakref.ref(own)
+    this, buckets = weakref.ref(own), PreparedBuckets(own)
     number = next(n for n in count() if n not in _numbers(accelerator))
 
     def save(models: Any, weights: Any, directory: Any) -> None:
@@ -40,13 +41,13 @@ def register_hooks(own: Lifecycle, accelerator: Any) -> None:
             for stale in _unclaimed(one, Path(directory), accelerator):  # of an earlier save
                 stale.unlink()
             _warn_of_first(one, accelerator)
-            save_window(one, Path(directory), number)
+            save_window(one, Path(directory), number, buckets)
             if one.state.pending:  # this comes back with load_state, see accelerate._refuse_late
                 accelerator.step = -one.state.pending
 
     def load(models: Any, directory: Any) -> None:
         if (one := this()) is not None:
-            load_window(one, Path(directory), number)
+            load_window(one, Path(directory), number, buckets)
             for path in _unclaimed(one, Path(directory), accelerator):
                 if parse_json(path.read_bytes(), path).get("pending"):
                     raise RuntimeError(
@@ -127,7 +128,7 @@ def _warn_of_first(own: Lifecycle, accelerator: Any) -> None:
         )
 
 
-def save_window(own: Lifecycle, directory: Path, number: int) -> None:
+def save_window(own: Lifecycle, directory: Path, number: int, buckets: PreparedBuckets) -> None:
     """Write this rank's window; RuntimeError or TornWindowError where it can't be gone on from."""
     text, tensors = _paths(own, directory, number)
     models = own.host.models()
@@ -143,6 +144,7 @@ def save_window(own: Lifecycle, directory: Path, number: int) -> None:
         "buffers": [_buffers(model) for model in models] if pending else [],
         "noise": None if own.noise_probe is None else own.noise_probe.state_dict(),
         "ranks": own.group.size,
+        "buckets": buckets.orders(models),
     }
     encoded = encode(state)
     for old in (text, tensors):
@@ -152,7 +154,7 @@ def save_window(own: Lifecycle, directory: Path, number: int) -> None:
     text.write_bytes(dump_json(saved))
 
 
-def load_window(own: Lifecycle, directory: Path, number: int) -> None:
+def load_window(own: Lifecycle, directory: Path, number: int, buckets: PreparedBuckets) -> None:
     """Go on from this rank's window, if one was saved; else from none."""
     text, tensors = _paths(own, directory, number)
     if not text.exists():
@@ -170,6 +172,8 @@ def load_window(own: Lifecycle, directory: Path, number: int) -> None:
             f"{directory} was saved inside of a window on {ranks} ranks, and this run has "
             f"{own.group.size}; start {ranks}"
         )
+    if ranks == own.group.size:
+        buckets.restore(own.host.models(), state.get("buckets") or [])
     own.load_state_dict(window)
     for model, each in zip(own.host.models(), sums, strict=bool(sums)):
         if each and fsdp.roots(model):

@@ -26,6 +26,7 @@ from accumplug.accumulator import Accumulator
 from accumplug.checkpoint.coordination import RankStore, SharedRequest
 from accumplug.checkpoint.signals import Signals
 from accumplug.integrations import accelerate_state
+from accumplug.integrations.accelerate_buckets import PreparedBuckets
 from accumplug.parallel.group import DataParallelGroup
 from accumplug.parallel.private import require
 
@@ -173,8 +174,9 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
             accelerator=self.accelerator,
             sync="every" if each else "last",
         )
+        self._accum_buckets = PreparedBuckets(accum.parts)
         if self._accum_resume is not None:
-            accelerate_state.load_window(accum.parts, self._accum_resume, 0)
+            accelerate_state.load_window(accum.parts, self._accum_resume, 0, self._accum_buckets)
             told = _read_told(self, self._accum_resume)
             self._tr_loss += told["loss_since_log"]
             self._total_loss_scalar -= told["loss_since_log"]
@@ -312,7 +314,7 @@ class AccumTrainerMixin(Base):  # type: ignore[misc]
             shutil.rmtree(written, ignore_errors=True)
             written.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        accelerate_state.save_window(self.accum.parts, written, 0)
+        accelerate_state.save_window(self.accum.parts, written, 0, self._accum_buckets)
         self._save_rng_state(os.fspath(written))
         told = {
             "global_step": self.state.global_step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -38,6 +38,8 @@ class Models:
         self._wants_inplace = inplace
         self._declared = [weakref.ref(model) for model in declared]
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.on_admit: list[Callable[[nn.Module], None]] = []
+        """Called with each model that is new, on all ranks that run a block of it."""
 
     def admit(self, models: Iterable[nn.Module]) -> None:
         """Add new ones among `models` to the sum, or raise ValueError."""
@@ -48,6 +50,8 @@ class Models:
             unsupported.warn_lonely_process()
             self._gradients.clear_new(model)
             self._gradients.add(model)
+            for function in self.on_admit:
+                function(model)
             if self._options.sync == "last":  # else each block begins as a window does
                 self._gradients.resume(model)
             self._check_sharded(model)
@@ -66,8 +70,7 @@ class Models:
 
     def _named(self) -> list[nn.Module]:
         """The wrapped modules among those that the user or the host has named."""
-        declared = [model for r in self._declared if (model := r()) is not None]
-        named = declared or self._host.models()
+        named = [m for r in self._declared if (m := r()) is not None] or self._host.models()
         return [model for model in named if ddp_modules(model) or fsdp.roots(model)]
 
     def declare(self, models: Iterable[nn.Module]) -> None:

@@ -99,9 +99,8 @@ class Registry:
     def explain_change(self) -> str:
         """Why the sum may have changed, if another Accumulator has a window over its models."""
         for other in self.others:
-            if other._state.window is None:
-                continue
-            if name := self._shared(other, self._gradients.models):
+            is_open = other._state.window is not None
+            if is_open and (name := self._shared(other, self._gradients.models)):
                 return (
                     f" (another Accumulator has {other._state.pending} micro-batches pending in "
                     f"the same {name}: two windows can't share one gradient; use one Accumulator "
