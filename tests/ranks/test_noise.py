@@ -24,9 +24,10 @@ SIZES = [(3, 8, 1, 5), (7, 2, 2, 6)]
 def draw(rank: int, windows: int) -> list[list[Tensor]]:
     """Micro-batches of a rank: the gradient of `w . x` for an item is x, normal around MEAN."""
     generator = torch.Generator().manual_seed(rank)
+    options: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
     return [
         [
-            MEAN + DEVIATION * torch.randn(size, 40, generator=generator, dtype=torch.float64)
+            (MEAN + DEVIATION * torch.randn(size, 40, **options)).to(torch.get_default_device())
             for size in SIZES[rank]
         ]
         for _ in range(windows)
@@ -39,7 +40,7 @@ def train(
     """Train on what `draw` gives, the last window without rank 1 if `short`; give the state."""
     model: nn.Module = nn.Linear(40, 1, bias=False)
     if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
     else:
         model = DistributedDataParallel(model)
     accum = Accumulator(4, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

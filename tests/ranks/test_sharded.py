@@ -178,7 +178,8 @@ def compiled(rank: int, outside: bool, sync: str) -> tuple[list[Tensor], int]:
 
 def replicated(rank: int, sync: str) -> tuple[list[Tensor], int]:
     """A mesh that repeats the shards over two ranks (HSDP)."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("repeated", "sharded"))
+    device = torch.get_default_device().type
+    mesh = init_device_mesh(device, (2, 1), mesh_dim_names=("repeated", "sharded"))
     return plainly(rank, shard(net(), mesh=mesh), sync)
 
 

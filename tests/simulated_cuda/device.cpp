@@ -236,20 +236,24 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   return copy_(target, from, non_blocking);
 }
 
+// UntypedStorage.resize_, by which fully_shard frees a whole parameter
+void resize_storage(const Tensor& tensor, int64_t bytes) {
+  OnDevice on(tensor.device().index());
+  auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  auto memory = device_memory.allocate(bytes);
+  const size_t kept = std::min<size_t>(storage.nbytes(), bytes);
+  if (kept != 0) memcpy(memory.get(), storage.data(), kept);
+  storage.set_data_ptr_noswap(std::move(memory));
+  storage.set_nbytes(bytes);
+}
+
 const Tensor& resize_(
     const Tensor& tensor, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
   auto* impl = tensor.unsafeGetTensorImpl();
   if (tensor.sizes() == size) return tensor;
   const size_t needed =
       (c10::multiply_integers(size) + tensor.storage_offset()) * tensor.dtype().itemsize();
-  auto& storage = impl->unsafe_storage();
-  if (storage.nbytes() < needed) {
-    OnDevice on(tensor.device().index());
-    auto memory = device_memory.allocate(needed);
-    if (storage.nbytes() != 0) memcpy(memory.get(), storage.data(), storage.nbytes());
-    storage.set_data_ptr_noswap(std::move(memory));
-    storage.set_nbytes(needed);
-  }
+  if (impl->unsafe_storage().nbytes() < needed) resize_storage(tensor, needed);
   impl->set_sizes_contiguous(size);
   return tensor;
 }
@@ -398,6 +402,14 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<DeviceNumbers> numbers;
   if (op.hasTag(at::Tag::nondeterministic_seeded)) numbers.emplace(current);
   at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY(simulated_cuda, library) {
+  library.def("resize_storage(Tensor(a!) tensor, int bytes) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(simulated_cuda, CUDA, library) {
+  library.impl("resize_storage", resize_storage);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) {

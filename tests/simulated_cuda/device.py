@@ -3,10 +3,13 @@ them. `load` has to be called before torch is imported, so nothing here imports 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 import threading
+import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +88,8 @@ def _report(kind: bytes | str) -> int:
         wait = Wait(text, place, threading.current_thread().name, by_loop)
         for seen in _listeners:
             seen.append(wait)
+    if _mode[0] == "warn":
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
     return int(_mode[0] == "error")
 
 
@@ -210,6 +215,9 @@ def load(library: str) -> None:
         getattr(_library, name).restype = ctypes.c_int64
     _library.initial_seed.restype = ctypes.c_uint64
     _library.on_wait(_callback)
+    # autograd's threads may still clear what a backward has left, and would end the process with
+    # std::terminate if they found that Python is gone
+    atexit.register(time.sleep, 0.1)
     import torch
 
     streams = [Stream(index) for index in range(COUNT)]
@@ -266,5 +274,17 @@ def load(library: str) -> None:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     torch.Tensor.__deepcopy__ = copy_on_device
+    resize = torch.UntypedStorage.resize_
+
+    def resize_on_device(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """The same of its memory."""
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        with torch.no_grad():
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            torch.ops.simulated_cuda.resize_storage(whole, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_on_device
     torch.amp.grad_scaler.amp_definitely_not_available = lambda: False
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False

@@ -135,7 +135,7 @@ class SimulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         self._put([output], [own.reshape(-1).chunk(self.size())[self.rank()]])
         return _Done([output])
 
-    def barrier(self, options: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         """Waits for the device, too."""
         device._wait()
         self._channels["cuda"].barrier().wait()
@@ -144,6 +144,30 @@ class SimulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         """What has the group's options."""
         return SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT))
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        """As DTensor gathers."""
+        for output, value in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, value)
+        return _Done(list(outputs))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, options: Any = None
+    ) -> Any:
+        """As DTensor reduces."""
+        for output, value in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, value, options)
+        return _Done(list(outputs))
+
+    # torch has two names for each of these, and calls one or the other
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    @property
+    def group_name(self) -> str:
+        """By which DeviceMesh finds it."""
+        return str(dist.distributed_c10d._world.pg_names[self])
 
     def getBackendName(self) -> str:
         """What torch shows."""
