@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accumplug.dataloading import rng
-from accumplug.dataloading.reachable import Place, Reachable, is_library
+from accumplug.dataloading.reachable import LEAVES, Place, Reachable, is_library
 from accumplug.dataloading.saved_position import MALFORMED
 
 NUMBERS = ("epoch", "_epoch", "iteration", "seed", "initial_seed")
@@ -50,14 +50,14 @@ class Generators:
         self.skipped = found.skipped
         self._generators, self._numbers, self._counters = {}, {}, {}
         for place, value in found.places:
-            if _kind(value) is not None:
-                self._generators.setdefault(place.path, place)
-            elif type(value) is int and not isinstance(place.owner, dict | list | tuple):
+            if type(value) is int and not isinstance(place.owner, dict | list | tuple):
                 if place.key in NUMBERS:
                     self._numbers.setdefault(place.path, place)
                 elif _may_count(place.owner):
                     self._counters.setdefault(place.path, place)
                     self._initial.setdefault(place.path, value)
+            elif not isinstance(value, LEAVES) and _kind(value) is not None:
+                self._generators.setdefault(place.path, place)
 
     @property
     def names(self) -> list[str]:

@@ -25,7 +25,7 @@ ITEMS = 1_000  # of one list or dict
 SAMPLE = 64
 """A list or dict that begins with so many items of plain data is taken for nothing but data."""
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "accelerate", "accumplug"}
-_LEAVES = (
+LEAVES = (
     str,
     bytes,
     int,
@@ -39,20 +39,20 @@ _LEAVES = (
     range,
 )
 _CLOSED = (
-    "accumplug",
-    "accelerate.state",
-    "threading",
-    "_thread",
-    "multiprocessing",
-    "concurrent",
-    "asyncio",
-    "logging",
-    "socket",
-    "subprocess",
-    "_io",
-    "io",
-    "numpy",
-    "torch._C",
+    "accumplug.",
+    "accelerate.state.",
+    "threading.",
+    "_thread.",
+    "multiprocessing.",
+    "concurrent.",
+    "asyncio.",
+    "logging.",
+    "socket.",
+    "subprocess.",
+    "_io.",
+    "io.",
+    "numpy.",
+    "torch._C.",
 )
 _CONTAINERS = (list, tuple, deque, dict)
 
@@ -101,10 +101,11 @@ class Reachable:
             for place in self._inside(prefix, owner):
                 value = place.value
                 self.places.append((place, value))
-                self._enter(place.path, value, depth + 1)
+                if not isinstance(value, LEAVES) and id(value) not in self._seen:
+                    self._enter(place.path, value, depth + 1)
 
     def _enter(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, _LEAVES) or id(value) in self._seen or not _can_be_opened(value):
+        if not _can_be_opened(value):
             return
         if depth > DEPTH or len(self._seen) >= OBJECTS:
             bound = f"{DEPTH} steps" if depth > DEPTH else f"{OBJECTS} objects"
@@ -115,22 +116,19 @@ class Reachable:
         self._alive.append(value)
         self._queue.append((path, value, depth))
 
-    def _inside(self, prefix: str, owner: Any) -> Iterator[Place]:
+    def _inside(self, prefix: str, owner: Any) -> Iterable[Place]:
         dot = f"{prefix}." if prefix else ""
         if isinstance(owner, _CONTAINERS):
-            yield from self._items(prefix, dot, owner)
-        elif isinstance(owner, types.FunctionType):
-            yield from _of_function(dot, owner)
-        elif isinstance(owner, (types.MethodType, types.BuiltinMethodType)):
-            yield Place(f"{dot}__self__", owner, "__self__")
-            if isinstance(owner, types.MethodType):
-                yield Place(f"{dot}__func__", owner, "__func__")
-        elif isinstance(owner, functools.partial):
-            yield from (Place(dot + name, owner, name) for name in ("func", "args", "keywords"))
-        elif isinstance(owner, type):
-            yield from _of_class(owner)
-        else:
-            yield from _of_object(dot, owner)
+            return self._items(prefix, dot, owner)
+        if isinstance(owner, types.FunctionType):
+            return _of_function(dot, owner)
+        if isinstance(owner, types.MethodType):
+            return [Place(dot + name, owner, name) for name in ("__self__", "__func__")]
+        if isinstance(owner, types.BuiltinMethodType):
+            return [Place(f"{dot}__self__", owner, "__self__")]
+        if isinstance(owner, functools.partial):
+            return [Place(dot + name, owner, name) for name in ("func", "args", "keywords")]
+        return _of_class(owner) if isinstance(owner, type) else _of_object(dot, owner)
 
     def _items(self, prefix: str, dot: str, owner: Any) -> Iterator[Place]:
         keys: Iterable[Any] = owner if isinstance(owner, dict) else range(len(owner))
@@ -223,15 +221,14 @@ def _can_be_opened(value: Any) -> bool:
         return not isinstance(value.__self__, (types.ModuleType, type(None)))
     if isinstance(value, types.ModuleType):
         return False
-    module = type(value).__module__ or ""
-    if any(module == name or module.startswith(f"{name}.") for name in _CLOSED):
+    if f"{type(value).__module__}.".startswith(_CLOSED):
         return False
     return hasattr(value, "__dict__") or any("__slots__" in vars(k) for k in type(value).__mro__)
 
 
 def _is_plain(value: Any, depth: int = 3) -> bool:
     """Whether `value` is data, in which no generator is looked for: numbers, tensors, text."""
-    if isinstance(value, _LEAVES) or type(value).__module__ == "numpy":
+    if isinstance(value, LEAVES) or type(value).__module__ == "numpy":
         return True
     if depth and isinstance(value, _CONTAINERS):
         values = value.values() if isinstance(value, dict) else value
