@@ -396,9 +396,8 @@ class GradientBuffer:
         `gone`: to be changed in place is no matter, as in a block that closes.
         """
         for parameter, grad, version in self._seen:
-            shape = tuple(parameter.shape)
-            if parameter.grad is not grad:
-                return f"the gradient of the parameter of shape {shape} was set to None or replaced"
-            if grad._version != version and not gone:
-                return f"the gradient of the parameter of shape {shape} was changed in place"
+            replaced = parameter.grad is not grad
+            if replaced or (grad._version != version and not gone):
+                how = "set to None or replaced" if replaced else "changed in place"
+                return f"the gradient of the parameter of shape {tuple(parameter.shape)} was {how}"
         return None

@@ -49,7 +49,9 @@ class Phase(IntEnum):
     """The total weight of the window is known, and the running sum is rescaled to it."""
     REDUCED = auto()
     """The running sum is what it has to be when the block ends."""
-    CLOSED = auto()
+
+
+NEW, OPEN, AGREED, REDUCED = Phase  # up to Python 3.11, `Phase.NEW` takes 50 ns
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +75,7 @@ class BlockState:
     No dataclass: there is one for each micro-batch, and most of these keep their defaults.
     """
 
-    phase: Phase = Phase.NEW
+    phase: Phase = NEW
     closes_early: bool = False
     """The loop has said that the window ends here."""
     index: int = 0

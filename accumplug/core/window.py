@@ -58,8 +58,10 @@ class Window:
             self.compensation = 0.0
             return
         new = self.weight + weight
-        big, small = max(self.weight, weight), min(self.weight, weight)
-        self.compensation += (big - new) + small
+        if self.weight >= weight:
+            self.compensation += (self.weight - new) + weight
+        else:
+            self.compensation += (weight - new) + self.weight
         self.weight = new
 
     def refer(self, weight: Weight) -> float:

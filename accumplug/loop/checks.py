@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from accumplug.core.options import Options
-from accumplug.core.state import REAL, BlockState, LoopState, Phase
+from accumplug.core.state import REAL, REDUCED, BlockState, LoopState
 from accumplug.core.window import Weight, check_weight
 from accumplug.errors import OptionTypeError
 
@@ -48,7 +48,7 @@ def check_backward(
     if block.skipped:
         raise RuntimeError("backward after skip: this micro-batch was left out")
     if block.backwards and (
-        (block.phase >= Phase.REDUCED and (block.ddp_modules or block.fsdp_roots))
+        (block.phase >= REDUCED and (block.ddp_modules or block.fsdp_roots))
         or options.nonfinite == "skip_micro_batch"
     ):
         raise RuntimeError(
@@ -59,12 +59,7 @@ def check_backward(
 
 def one_weight(state: LoopState, block: BlockState, weight: Weight | None) -> Weight:
     """The weight of this micro-batch, which may be given in one place only."""
-    if (
-        block.phase >= Phase.REDUCED
-        and not block.backwards
-        and weight is not None
-        and block.weight == 0
-    ):
+    if block.phase >= REDUCED and not block.backwards and weight is not None and block.weight == 0:
         raise ValueError(
             f"this micro-batch closes the window with the weight 0, and now has {weight}; a "
             f"micro-batch has one weight"

@@ -14,14 +14,7 @@ from accumplug.core.gradients import GradientBuffer
 from accumplug.core.host import Host
 from accumplug.core.normalization import WindowPlan
 from accumplug.core.options import Options
-from accumplug.core.state import (
-    REAL,
-    BlockKind,
-    BlockState,
-    DataPassState,
-    LoopState,
-    SyncPoint,
-)
+from accumplug.core.state import REAL, BlockKind, BlockState, DataPassState, LoopState, SyncPoint
 from accumplug.core.window import Weight, check_weight
 from accumplug.loop.registry import Registry
 from accumplug.parallel.group import DataParallelGroup

@@ -19,7 +19,18 @@ from accumplug.core.normalization import Normalizer
 from accumplug.core.optimizer_step import forget_unscaled
 from accumplug.core.options import Options, Reduction, Scaler
 from accumplug.core.result import ClosedWindow, LossSum, WindowResult, zero
-from accumplug.core.state import COUNTED, COUNTERS, REAL, BlockKind, BlockState, LoopState, Phase
+from accumplug.core.state import (
+    AGREED,
+    COUNTED,
+    COUNTERS,
+    NEW,
+    OPEN,
+    REAL,
+    REDUCED,
+    BlockKind,
+    BlockState,
+    LoopState,
+)
 from accumplug.core.window import Weight, Window
 from accumplug.errors import TornWindowError
 from accumplug.loop.checks import check_backward, one_weight, refuse_skip
@@ -76,9 +87,9 @@ class Lifecycle:
     def enter(self, block: BlockState) -> None:
         """A block begins. Raise for what can't be made right, before anything is done."""
         state = self.state
-        if block.phase is not Phase.NEW:
+        if block.phase is not NEW:
             raise RuntimeError("a context is good for one block; call accum(model) for each")
-        block.phase = Phase.OPEN
+        block.phase = OPEN
         if state.block is not None:
             raise RuntimeError(
                 "a block inside a block of the same Accumulator; one micro-batch has one block "
@@ -227,7 +238,7 @@ class Lifecycle:
             window.add_weight(block.weight)
             if not nothing:
                 state.losses.add(loss, block.weight, reduction)
-        if block.phase < Phase.REDUCED:
+        if block.phase < REDUCED:
             self._finish(block, window)
         if self.noise_probe is not None:
             if block.index == 0 and not block.ends:
@@ -250,7 +261,7 @@ class Lifecycle:
         self._check_sum(window)
         if block.kind not in COUNTED or self.reducer.reduces(block):
             self.normalizer.refer(window, 0.0, self.state.plan)
-        if block.phase < Phase.REDUCED:
+        if block.phase < REDUCED:
             self._finish(block, window)
         self.gradients.watch()
 
@@ -264,7 +275,7 @@ class Lifecycle:
         """Agree on the total weight and reduce, where this block has to."""
         if block.ends or block.kind not in COUNTED:
             self._agree(block, window)
-        block.phase = Phase.REDUCED
+        block.phase = REDUCED
         if block.ends or self.options.sync == "every":
             self.state.syncs += self.reducer.reduce(block)
         if block.ends and not self._takes_step:
@@ -274,7 +285,7 @@ class Lifecycle:
 
     def _agree(self, block: BlockState, window: Window) -> None:
         """In a block that ends the window: agree with the other ranks."""
-        if self.group.size > 1 and block.phase < Phase.AGREED:
+        if self.group.size > 1 and block.phase < AGREED:
             self._tell(block)
         self.rendezvous.agree(self.state, block, window)
 
@@ -290,7 +301,7 @@ class Lifecycle:
         if (block := self.state.block) is None:
             return
         self._finish_early(block)
-        if block.phase < Phase.REDUCED:
+        if block.phase < REDUCED:
             raise RuntimeError(
                 "the loop clips or steps before the backward of the micro-batch that closes the "
                 "window; forward and backward come first"
@@ -323,9 +334,9 @@ class Lifecycle:
                     f"accum.backward(loss) in it (accelerator.backward in an Accelerate loop, "
                     f"never loss.backward()), or micro.skip() to leave the micro-batch out"
                 )
-            if block.phase < Phase.REDUCED:
+            if block.phase < REDUCED:
                 self._finish_empty(block, window)
-        if block.phase < Phase.REDUCED:
+        if block.phase < REDUCED:
             self._finish(block, window)
         if not block.ends and self.stepper.scaler is not None and self.stepper.is_unscaled():
             tear(window, "the scaler has unscaled the gradients")
@@ -345,7 +356,6 @@ class Lifecycle:
             self.state.block = None
             if error is not None:
                 self._fail(block, error)
-            block.phase = Phase.CLOSED
             block.models, block.deferred = (), None  # a loop keeps its last micro-batch
             block.ddp_modules = block.fsdp_roots = block.outputs = ()
 
@@ -354,7 +364,7 @@ class Lifecycle:
         window = self.state.window
         if window is None:
             return
-        agreed = block.phase >= Phase.AGREED and (block.ends or block.kind not in COUNTED)
+        agreed = block.phase >= AGREED and (block.ends or block.kind not in COUNTED)
         if block.began or agreed:
             window.torn = window.torn or (
                 f"{type(error).__name__} in micro-batch {block.index} after its backward began"

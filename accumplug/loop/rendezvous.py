@@ -6,7 +6,7 @@ from accumplug.core.gradients import GradientBuffer
 from accumplug.core.host import Host
 from accumplug.core.normalization import Normalizer
 from accumplug.core.options import Options
-from accumplug.core.state import COUNTED, REAL, BlockKind, BlockState, LoopState, Phase
+from accumplug.core.state import AGREED, COUNTED, REAL, BlockKind, BlockState, LoopState
 from accumplug.core.window import Weight, Window
 from accumplug.loop.registry import Registry
 from accumplug.parallel.ddp import has_sparse_gradients
@@ -39,9 +39,9 @@ class Rendezvous:
 
         The block's `sums` and `overflows` are summed over the ranks as well.
         """
-        if block.phase >= Phase.AGREED or not (block.ends or block.kind not in COUNTED):
+        if block.phase >= AGREED or not (block.ends or block.kind not in COUNTED):
             return
-        block.phase = Phase.AGREED
+        block.phase = AGREED
         data_pass = state.data_pass
         if data_pass is not None and (plan := data_pass.plan) is not None:
             block.ends = True  # the ranks agreed when the window opened
