@@ -326,7 +326,7 @@ class Checkpointer:
         self._source = path
         if found.checkpoint.manifest.format == FORMAT:  # else nothing of it is linked
             self._snapshot.is_saved(found.checkpoint.manifest.world_size, found.parts["still"])
-        self._writer.resume_from(found.checkpoint.manifest.files)
+        self._writer.resume_from(path, found.checkpoint.manifest.files)
         self._saved_at = self._here()
         return self._position(path, found.passed)
 

@@ -62,6 +62,7 @@ class Writer:
         """The files that this rank has written so far, by name."""
         self._notices: list[str] = []
         self._stays = False
+        self._resumed: Path | None = None
         self._unchecked: set[str] = set()
         self._number = 0
         self._thread: threading.Thread | None = None
@@ -77,9 +78,10 @@ class Writer:
         """Whether a write is in flight."""
         return not self._idle.is_set()
 
-    def resume_from(self, files: Mapping[str, FileEntry]) -> None:
-        """Link `files` of another process where they have not changed, after they are checked."""
-        self.files, self._unchecked = dict(files), set(files)
+    def resume_from(self, path: Path, files: Mapping[str, FileEntry]) -> None:
+        """Link the `files` of a checkpoint of another process where they have not changed, after
+        they are checked. The first save removes what that process should have removed."""
+        self._resumed, self.files, self._unchecked = path, dict(files), set(files)
 
     def submit(self, job: Job) -> None:
         """Starts to write, after waiting for the write before it."""
@@ -149,6 +151,8 @@ class Writer:
     def _prepare(self) -> None:
         to = self.destination
         remove_leftovers(to.directory, to.token)
+        if self._resumed is not None:  # killed after each save, many processes would leave a pile
+            self._remove_older(self._resumed)
         room = to.directory / f"{WRITING}{to.token}-probe"
         if missing := "; ".join(missing_calls(room)):
             self._notices.append(f"the file system of {to.directory} is limited: {missing}")

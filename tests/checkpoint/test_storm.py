@@ -18,6 +18,7 @@ import torch
 from forks import fork
 from training import SAMPLES, SIZE, Run, Setup, difference
 
+from accumplug.storage import commit
 from accumplug.storage.layout import faults, list_checkpoints, open_checkpoint
 from accumplug.storage.lease import LEASE
 from accumplug.storage.retention import REMOVING, WRITING
@@ -81,6 +82,31 @@ def newest_place(directory: Path) -> int:
     assert len(names) == len(saved) + len(leftovers) + len(leases)
     positions = [open_checkpoint(path).manifest.position for path in saved]
     return max((position["micro_batch"] for position in positions), default=0)
+
+
+def live_until_the_rename(directory: Path, seed: int) -> None:
+    """Save one more micro-batch, and die before an older checkpoint is removed."""
+    warnings.filterwarnings("ignore", message="BatchNorm sees micro-batches")
+    run = Run(Setup(), seed)
+    flush = commit.fsync_directory
+
+    def die(path: Path) -> None:
+        flush(path)
+        if path == directory:
+            os._exit(9)
+
+    commit.fsync_directory = die
+    with run.checkpoints(directory, every=1, keep=KEEP) as checkpoint:
+        checkpoint.resume()
+        run.train(EPOCHS)
+
+
+def test_lives_that_end_before_they_remove_anything_leave_no_pile(tmp_path: Path) -> None:
+    for number in range(1, 7):
+        process = fork(live_until_the_rename, tmp_path / "run", seed=number)
+        process.join(60)
+        assert process.exitcode == 9
+        assert newest_place(tmp_path / "run") == number
 
 
 def test_a_storm_of_kills_changes_nothing(tmp_path: Path) -> None:

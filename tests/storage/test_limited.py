@@ -203,7 +203,7 @@ def test_what_another_process_wrote_is_checked_when_it_is_linked_and_else_writte
         no_links(monkeypatch)
     damage(source.path / "model.safetensors")
     writer = Writer(tmp_path, background=False)
-    writer.resume_from(source.manifest.files)
+    writer.resume_from(source.path, source.manifest.files)
     state = encode({"x": torch.full((300,), 1.0)})
     for micro_batch in (2, 3):
         here = {"update": 1, "micro_batch": micro_batch}
