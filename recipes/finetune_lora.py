@@ -11,6 +11,7 @@ the same command with --resume goes on inside of that window.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 
@@ -120,5 +121,6 @@ def sequences(rows: list[Tensor]) -> dict[str, Tensor]:
 if __name__ == "__main__":
     code = main()
     if dist.is_initialized():
+        gc.collect()  # the trainer is a cycle, and must be gone before its process group
         dist.destroy_process_group()
     sys.exit(code)

@@ -9,6 +9,7 @@ code 75. Text, model and options are those of train_ddp.py.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -124,7 +125,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()  # the model is gone when it returns, and must be before its process group
+    code = main()
     if dist.is_initialized():
+        gc.collect()  # a sharded model is a cycle, and must be gone before its process group
         dist.destroy_process_group()
     sys.exit(code)

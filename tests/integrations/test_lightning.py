@@ -364,7 +364,7 @@ def test_fabric_s_precisions_are_kept(precision: str) -> None:
 # -- two ranks -------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, json, torch, warnings
+import gc, os, sys, json, torch, warnings
 warnings.simplefilter("ignore")
 torch.set_default_dtype(torch.float64)
 sys.path.insert(0, os.environ["TESTS"])
@@ -385,6 +385,7 @@ fit.fit(module, Resumable(mine), ckpt_path="a.ckpt" if job == "resume" else None
 assert accum.accum.syncs == accum.accum.windows == 6 or job == "resume"
 torch.save([p.detach() for p in module.parameters()], f"{job}-{rank}.pt")
 del module, fit, accum
+gc.collect()  # it is a cycle, and keeps the group
 dist.destroy_process_group()
 """
 

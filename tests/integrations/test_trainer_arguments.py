@@ -3,6 +3,7 @@ batch is the whole window."""
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,6 +147,13 @@ CASES: dict[str, dict[str, Any]] = {
 def test_an_argument_does_what_it_does_for_one_large_batch(case: str) -> None:
     """Weights to 1e-6 (a Llama's loss and norms are in fp32), 1e-5 where RMSprop divides."""
     options = CASES[case]
+    known = inspect.signature(TrainingArguments).parameters.keys() | {
+        "rows",
+        *HELD_OUT,
+        "callbacks",
+    }
+    if missing := sorted(options.keys() - known):
+        pytest.skip(f"this version of transformers has no {', '.join(missing)}")
     ours, theirs = trained(AccumTrainer, **options), trained(Trainer, **options | WHOLE)
     agree(ours, theirs, 1e-5 if case == "rmsprop" else LLAMA)
 

@@ -20,7 +20,7 @@ from integrations.test_transformers import Small, arguments, texts
 from accumplug.integrations.transformers import AccumTrainer
 
 SCRIPT = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -107,6 +107,7 @@ with averaging():
     if rank == 0:
         (where / f"{job}.json").write_text(json.dumps(found))
     dist.barrier()
+    gc.collect()  # a model keeps its group, whose threads must not outlive the interpreter
     dist.destroy_process_group()
 """
 

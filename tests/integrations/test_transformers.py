@@ -636,7 +636,7 @@ def test_the_mixin_serves_a_subclass_of_trainer(tmp_path: Path) -> None:
 # -- several ranks ---------------------------------------------------------------------------------
 
 SCRIPT = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 from pathlib import Path
 import torch
 torch.set_default_dtype(torch.float64)
@@ -671,6 +671,7 @@ out = {"loss": logged(trainer, "loss"), "norm": logged(trainer, "grad_norm"),
 Path(where, f"rank-{rank}.json").write_text(json.dumps(out))
 torch.save([p.detach() for p in trainer.model.parameters()], Path(where, f"rank-{rank}.pt"))
 del trainer
+gc.collect()  # it is a cycle, and keeps the group
 dist.destroy_process_group()
 """
 

@@ -304,7 +304,7 @@ def test_a_run_goes_on_inside_of_its_window(make: Any, tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import json, os, sys
+import gc, json, os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 sys.path.insert(0, os.environ["TESTS"])
@@ -322,6 +322,7 @@ for name, make, kinds in (("sft", t.sft, (t.AccumSFT, t.trl.SFTTrainer)),
 if os.environ["RANK"] == "0":
     (where / "found.json").write_text(json.dumps(found))
 del trainer
+gc.collect()  # it is a cycle, and keeps the group
 dist.destroy_process_group()
 """
 
