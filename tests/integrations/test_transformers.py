@@ -636,7 +636,7 @@ def test_the_mixin_serves_a_subclass_of_trainer(tmp_path: Path) -> None:
 # -- several ranks ---------------------------------------------------------------------------------
 
 SCRIPT = """
-import gc, json, os, signal, sys
+import gc, json, os, sys
 from pathlib import Path
 import torch
 torch.set_default_dtype(torch.float64)
@@ -644,100 +644,108 @@ import torch.distributed as dist
 sys.path.insert(0, os.environ["TESTS"])
 from integrations.test_transformers import *
 
-rank = int(os.environ["RANK"])
-where, resume = Path(sys.argv[2]), {"resume": True, "fresh": None}[sys.argv[3]]
-job = sys.argv[1]
-if job == "exact":
-    source = dict((s.__name__, s) for s in SOURCES)[sys.argv[4]]
-    trainer = source(where, texts(44))
-else:
-    class OnOne(Terminate):
-        def ended(self, control):
-            if rank == 1:
-                super().ended(control)
+rank, job, where = int(os.environ["RANK"]), sys.argv[1], Path(sys.argv[2])
+
+
+class OnOne(Terminate):
+    def ended(self, control):
+        if rank == 1:
+            super().ended(control)
+
+
+def with_dropout(folder, *callbacks):
     torch.manual_seed(7)
-    trainer = AccumTrainer(
-        llama(dropout=0.2),
-        arguments(where, optim="adamw_torch", train_sampling_strategy="random", learning_rate=0.01),
-        train_dataset=texts(44),
-        checkpoint_window=True,
-        callbacks=[OnOne(int(sys.argv[4]))] if resume is None and job == "stop" else [],
-    )
-assert trainer.args.world_size == 2
-trainer.train(resume_from_checkpoint=resume)
-assert trainer.accum.syncs + 0 <= trainer.accum.windows
-out = {"loss": logged(trainer, "loss"), "norm": logged(trainer, "grad_norm"),
-       "micro": trainer.accum.micro_batches, "interrupted": trainer.interrupted}
-Path(where, f"rank-{rank}.json").write_text(json.dumps(out))
-torch.save([p.detach() for p in trainer.model.parameters()], Path(where, f"rank-{rank}.pt"))
-del trainer
-gc.collect()  # it is a cycle, and keeps the group
+    options = {"train_sampling_strategy": "random", "learning_rate": 0.01}
+    args = arguments(folder, optim="adamw_torch", **options)
+    return AccumTrainer(llama(dropout=0.2), args, train_dataset=texts(44), checkpoint_window=True,
+                        callbacks=list(callbacks))
+
+
+def train(trainer, folder, resume=None):
+    assert trainer.args.world_size == 2
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.accum.syncs <= trainer.accum.windows
+    out = {"loss": logged(trainer, "loss"), "norm": logged(trainer, "grad_norm"),
+           "micro": trainer.accum.micro_batches, "interrupted": trainer.interrupted}
+    folder.mkdir(exist_ok=True)
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(out))
+    torch.save([p.detach() for p in trainer.model.parameters()], folder / f"rank-{rank}.pt")
+
+
+if job == "exact":
+    for source in ON_RANKS:
+        folder = where / source.__name__
+        train(source(folder, texts(44)), folder)
+elif job == "stop":
+    train(with_dropout(where / "run", OnOne(6)), where / "run")
+else:
+    train(with_dropout(where / "run"), where / "run", resume=True)
+    train(with_dropout(where / "straight"), where / "straight")
+gc.collect()  # a trainer is a cycle, and keeps the group
 dist.destroy_process_group()
 """
 
 
-def on_two_ranks(tmp_path: Path, job: str, folder: str, *words: str) -> list[dict[str, Any]]:
-    """Run the script under torchrun; what each rank told."""
-    tmp_path.joinpath("run.py").write_text(SCRIPT)
-    where = tmp_path / folder
-    where.mkdir(exist_ok=True)
-    tests = str(Path(__file__).parents[1])
+def on_two_ranks(folder: Path, job: str) -> None:
+    """Run a job of the script under torchrun."""
+    folder.joinpath("run.py").write_text(SCRIPT)
     environment = {
         **os.environ,
-        "TESTS": tests,
+        "TESTS": str(Path(__file__).parents[1]),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*launcher, "--standalone", "run.py", job, str(where), *words],
-        cwd=tmp_path,
+        [*launcher, "--standalone", "run.py", job, str(folder)],
+        cwd=folder,
         env=environment,
         timeout=240,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What each rank told of the training there."""
     found = []
     for rank in range(2):
-        told = json.loads((where / f"rank-{rank}.json").read_text())
-        told["weights"] = torch.load(where / f"rank-{rank}.pt", weights_only=True)
-        found.append(told)
+        one = json.loads((folder / f"rank-{rank}.json").read_text())
+        one["weights"] = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
+        found.append(one)
     return found
 
 
-def ranks_rows() -> list[dict[str, Any]]:
-    """What two ranks train on, in the order of micro-batches: a pass of theirs is 11 each."""
-    return texts(44)
+ON_RANKS = (of_the_model, of_a_model_without_kwargs, of_a_function_that_divides)
 
 
-@pytest.mark.parametrize(
-    "source", [of_the_model, of_a_model_without_kwargs, of_a_function_that_divides]
-)
-def test_two_ranks_have_the_mean_over_all_of_their_tokens(source: Any, tmp_path: Path) -> None:
-    """A window is 4 micro-batches of 2 rows on each of 2 ranks, the tail 3."""
-    build, shift, _ = SOURCES[source]
-    expected, losses, norms = plain(build(), ranks_rows(), shift, window=2 * STEPS * BATCH)
-    for told in on_two_ranks(tmp_path, "exact", "run", "fresh", source.__name__):
-        for weight, right in zip(told["weights"], expected.parameters(), strict=True):
-            right = right.detach()
-            assert float((weight - right).norm() / right.norm()) <= (
-                1e-12 if build is Small else LLAMA
-            )
-        if told["loss"]:  # rank 0 logs
-            assert told["loss"] == pytest.approx(losses, rel=1e-6)
-            assert told["norm"] == pytest.approx(norms, rel=1e-6)
+def test_two_ranks_have_the_mean_over_all_of_their_tokens(tmp_path: Path) -> None:
+    """A window is 4 micro-batches of 2 rows on each of 2 ranks, the tail 3: 11 in a pass."""
+    on_two_ranks(tmp_path, "exact")
+    for source in ON_RANKS:
+        build, shift, _ = SOURCES[source]
+        expected, losses, norms = plain(build(), texts(44), shift, window=2 * STEPS * BATCH)
+        for one in told(tmp_path / source.__name__):
+            for weight, right in zip(one["weights"], expected.parameters(), strict=True):
+                right = right.detach()
+                assert float((weight - right).norm() / right.norm()) <= (
+                    1e-12 if build is Small else LLAMA
+                )
+            if one["loss"]:  # rank 0 logs
+                assert one["loss"] == pytest.approx(losses, rel=1e-6)
+                assert one["norm"] == pytest.approx(norms, rel=1e-6)
 
 
 def test_a_signal_to_one_of_two_ranks_saves_the_window_of_both(tmp_path: Path) -> None:
     """And both go on from it as if nothing had been."""
-    straight = on_two_ranks(tmp_path, "straight", "straight", "fresh")
-    stopped = on_two_ranks(tmp_path, "stop", "stopped", "fresh", "6")
-    assert [told["interrupted"] for told in stopped] == [True, True]
+    on_two_ranks(tmp_path, "stop")
+    stopped = told(tmp_path / "run")
+    assert [one["interrupted"] for one in stopped] == [True, True]
     assert stopped[0]["micro"] == stopped[1]["micro"] < 22
-    assert list((tmp_path / "stopped").glob("checkpoint-*"))
-    resumed = on_two_ranks(tmp_path, "stop", "stopped", "resume")
-    for one, other in zip(straight, resumed, strict=True):
+    assert list((tmp_path / "run").glob("checkpoint-*"))
+    on_two_ranks(tmp_path, "resume")
+    for one, other in zip(told(tmp_path / "straight"), told(tmp_path / "run"), strict=True):
         assert one["loss"] == other["loss"]
         assert all(torch.equal(a, b) for a, b in zip(one["weights"], other["weights"], strict=True))
