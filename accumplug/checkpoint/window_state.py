@@ -73,6 +73,8 @@ def restore_pass(state: State, data_pass: DataPassState) -> None:
         plan = WindowPlan(**state["plan"])
         if "done" not in state["plan"]:  # of format 1, where each item had one block
             plan.done = len(plan.weights) - plan.left
+        if "items" not in state["plan"]:  # until format 3
+            plan.items = plan.done + plan.left
         data_pass.plans.append(plan)
     if state.get("parts") is not None:
         data_pass.resumed_parts = Parts(**state["parts"])
@@ -94,11 +96,15 @@ def _load_noise(state: State | None, accum: Accumulator) -> None:
 
 def pass_state(data_pass: DataPassState, accum: Accumulator) -> State:
     """What `restore_pass` needs."""
-    plan = data_pass.plan
-    is_open = plan is not None and (plan.left > 0 or accum.pending > 0)
+    plan = None
+    if (own := data_pass.plan) is not None:
+        # what a loop that reads ahead has, and has run no block on, is fetched again; so are the
+        # windows behind this one, which are planned again
+        left = max(own.items - own.done, own.left)
+        plan = asdict(own) | {"left": left} if left or accum.pending else None
     return {
         "alive": None if data_pass.begins else data_pass.alive,
-        "plan": asdict(plan) if plan is not None and is_open else None,
+        "plan": plan,
         "parts": _parts(accum.parts.state.parts),
     }
 

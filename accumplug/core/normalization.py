@@ -22,8 +22,10 @@ class WindowPlan:
     """Sum over all ranks."""
     micro_batches: float
     """Of all ranks together."""
+    items: int = 0
+    """Of this rank's, how many are items of its loader."""
     left: int = 0
-    """Of this rank's, how many have not been handed out."""
+    """Of these, how many have not been handed out."""
     done: int = 0
     """Of this rank's, how many have run."""
     discarded: bool = False
@@ -42,35 +44,36 @@ class WindowPlan:
         return first if equal and near else mean
 
 
+@dataclass(eq=False)
 class Normalizer:
     """Rescales the running sum to the total weight of all ranks."""
 
-    def __init__(self, ranks: DataParallelGroup, gradients: GradientBuffer, every: bool) -> None:
-        self.total: Weight = 0.0
-        """Of the last window that was closed, over all ranks."""
-        self.mean: Weight | None = None
-        """Of one micro-batch in that window."""
-        self.micro_batches = 0.0
-        """Of all ranks in that window."""
-        self._group = ranks
-        self._gradients = gradients
-        self._every = every
+    group: DataParallelGroup
+    gradients: GradientBuffer
+    every: bool
+    """Each micro-batch is reduced over the ranks."""
+    total: Weight = 0.0
+    """Of the last window that was closed, over all ranks."""
+    mean: Weight | None = None
+    """Of one micro-batch in that window."""
+    micro_batches: float = 0.0
+    """Of all ranks in that window."""
 
     def refer(self, window: Window, weight: Weight, plan: WindowPlan | None) -> None:
         """Update the window's reference before a micro-batch of `weight` is added."""
         if plan is not None:
-            window.reference = plan.reference(self._group.size)
-        elif self._every and self._group.size > 1:
+            window.reference = plan.reference(self.group.size)
+        elif self.every and self.group.size > 1:
             if window.reference is None:
                 # Partial sums are averaged over the ranks, so all of them need the same one.
                 if self.mean is None:
-                    device = self._gradients.device
-                    total, _, (count,) = self._group.agree(weight, [], [1.0], device)
+                    device = self.gradients.device
+                    total, _, (count,) = self.group.agree(weight, [], [1.0], device)
                     self.mean = _ratio(total, count)
                 window.reference = self.mean
         elif isinstance(weight, float):
             if not isinstance(window.reference, float) or weight != window.reference:
-                self._gradients.scale(window.refer(weight))
+                self.gradients.scale(window.refer(weight))
         else:
             self._refer_unread(window, weight)
 
@@ -80,15 +83,15 @@ class Normalizer:
         self.micro_batches = micro_batches
         if isinstance(total, float):
             if total > 0:
-                self._gradients.scale(window.settle(total, self._group.size))
+                self.gradients.scale(window.settle(total, self.group.size))
             return total == 0
-        factor = torch.as_tensor(window.settle(total, self._group.size)).to(total)
+        factor = torch.as_tensor(window.settle(total, self.group.size)).to(total)
         # 7 times 0.1 is not 0.7 in a plain sum: no factor where the weights are equal
         near = torch.exp2(torch.log2(factor).round())  # the reference may be off by such a power
         exact = (factor / near - 1.0).abs() <= min(1e-15 * window.steps, 5e-14)
         factor = torch.where(exact, near, factor)
         window.factor = torch.where(total > 0, factor, 0.0)
-        self._gradients.scale(window.factor)
+        self.gradients.scale(window.factor)
         return False
 
     def _refer_unread(self, window: Window, weight: Tensor) -> None:
@@ -104,7 +107,7 @@ class Normalizer:
         elif self.mean is None:
             power = _power(weight / window.reference / 2)
             window.reference = window.reference * power
-            self._gradients.scale(1.0 / power)
+            self.gradients.scale(1.0 / power)
 
 
 def _ratio(total: Weight, count: float) -> Weight:

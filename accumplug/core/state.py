@@ -236,6 +236,11 @@ class DataPassState:
         """Of the open window."""
         return self.plans[0] if self.plans else None
 
+    @property
+    def planned_updates(self) -> int:
+        """Updates that will have been made when the windows of `plans` are closed."""
+        return sum(not isinstance(plan.total, float) or plan.total > 0 for plan in self.plans)
+
 
 class PassObserver(Protocol):
     """What a `Checkpointer` does in a pass."""
@@ -275,11 +280,12 @@ class LoopState:
     position: int = 0
     syncs: int = 0
 
-    def next_steps(self) -> int:
-        """Micro-batches in the next window; 1 if their number is open."""
+    def next_steps(self, planned: int = 0) -> int:
+        """Micro-batches in the window after `planned` more updates; 1 if their number is open."""
         if self.steps is None:
             return 1
-        return check_steps(self.steps(self.updates) if callable(self.steps) else self.steps)
+        steps = self.steps(self.updates + planned) if callable(self.steps) else self.steps
+        return check_steps(steps)
 
     @property
     def plan(self) -> WindowPlan | None:

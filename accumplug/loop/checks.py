@@ -67,16 +67,33 @@ def one_weight(state: LoopState, block: BlockState, weight: Weight | None) -> We
     said = block.weight if weight is None else check_weight(weight)
     known = block.weight if block.backwards else promised_weight(state)
     if known is not None:
-        silent = weight is None and (block.backwards or not isinstance(said, float) or said == 1)
-        both = isinstance(said, float) and isinstance(known, float)
-        if not silent and both and said != known:
+        number = isinstance(said, float)
+        silent = weight is None and (block.backwards or (number and said == 1))
+        if not silent and number and isinstance(known, float) and said != known:
             raise ValueError(
                 f"this micro-batch has the weight {known} (from "
                 f"{'its first backward' if block.backwards else 'weigh='}), and now {said}; a "
                 f"micro-batch has one weight"
             )
+        if silent and not block.backwards and not (isinstance(known, float) and known == said):
+            _refuse_guess(state)
         said = known
     return said
+
+
+def _refuse_guess(state: LoopState) -> None:
+    """Raise RuntimeError where a block may be of one of several items, which `weigh=` has weighed
+    differently: the loop reads ahead, or has left out what came before its first block."""
+    data_pass = state.data_pass
+    if data_pass is None or not data_pass.items.reads_ahead or state.parts is not None:
+        return
+    weights = [weight for plan in data_pass.plans for weight in plan.weights]
+    if not all(isinstance(weight, float) for weight in weights) or len(set(weights)) > 1:
+        raise RuntimeError(
+            f"the loop had {data_pass.items.outstanding} items before a block on the first of "
+            f"them: it reads ahead, or leaves items out, so the weight of this block can't be "
+            f"taken from weigh=. Say it: accum(model, weight=n)"
+        )
 
 
 def promised_weight(state: LoopState) -> Weight | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -58,6 +59,7 @@ class _Stopped(Exception):
     """The pass ends here, on all ranks, because they were told to."""
 
 
+@dataclass(eq=False)
 class DataPass:
     """Goes through loaders, and lets a rank without data take part in the others' windows.
 
@@ -73,40 +75,27 @@ class DataPass:
         end_pass: the data of all ranks have ended.
     """
 
-    def __init__(
-        self,
-        state: LoopState,
-        group: DataParallelGroup,
-        options: Options,
-        host: Host,
-        registry: Registry,
-        knows_models: Callable[[], bool],
-        gradients: GradientBuffer,
-        join: Callable[[BlockKind], object],
-        end_pass: Callable[[], None],
-    ) -> None:
-        self._state = state
-        self._group = group
-        self._tail = options.tail
-        self._options = options
-        self._host = host
-        self._registry = registry
-        self._knows_models = knows_models
-        self._gradients = gradients
-        self._join = join
-        self._end_pass = end_pass
+    state: LoopState
+    group: DataParallelGroup
+    options: Options
+    host: Host
+    registry: Registry
+    knows_models: Callable[[], bool]
+    gradients: GradientBuffer
+    join: Callable[[BlockKind], object]
+    end_pass: Callable[[], None]
 
     # -- blocks ----------------------------------------------------------------------------------
 
     def open_block(self, block: BlockState, data_pass: DataPassState) -> bool:
         """A block of the loop begins; return whether it is the last one of the pass."""
-        parts = self._state.parts
+        parts = self.state.parts
         last = data_pass.items.open_block() and (parts is None or parts.is_last)
         if data_pass.plans:
             return False  # the window's plan knows
         if data_pass.in_step:
             last = self._step(1.0, not last)
-            if data_pass.alive < self._group.size and data_pass.items.outstanding > 1:
+            if data_pass.alive < self.group.size and data_pass.items.outstanding > 1:
                 raise RuntimeError(
                     'the data of some ranks have ended, and under sync="every" a loop that reads '
                     "ahead would pair its micro-batches with others. Even out the data, or take "
@@ -117,10 +106,10 @@ class DataPass:
 
     def count_block(self, block: BlockState, data_pass: DataPassState) -> None:
         """A block that counts has ended well: so may have its item."""
-        parts = self._state.parts
+        parts = self.state.parts
         if block.kind is REAL and (parts is None or parts.is_last):
             data_pass.items.end_block()
-            self._state.position = data_pass.items.done
+            self.state.position = data_pass.items.done
         if (plan := data_pass.plan) is not None and (parts is None or parts.is_last):
             plan.done += 1
 
@@ -128,7 +117,7 @@ class DataPass:
         """The loop has seen the end of the data already: end the pass behind its last block."""
         if data_pass.items.outstanding:
             return
-        if self._group.size > 1 and data_pass.alive > 0 and not self._host.has_stepped:
+        if self.group.size > 1 and data_pass.alive > 0 and not self.host.has_stepped:
             raise RuntimeError(
                 "the data of this rank have ended and others go on; the loop reads ahead and "
                 "steps behind its last block, where accum can't take part any more. Step "
@@ -138,7 +127,7 @@ class DataPass:
 
     def finish_previous(self) -> None:
         """Something new begins: end a pass whose loop has left out what it had read ahead."""
-        data_pass = self._state.data_pass
+        data_pass = self.state.data_pass
         if data_pass is not None and data_pass.ended:
             if data_pass.items.reads_ahead:
                 warnings.warn(
@@ -152,12 +141,12 @@ class DataPass:
 
     def batches(self, loader: Iterable[T], weigh: Callable[[T], Weight] | None) -> Iterator[T]:
         """The generator behind `Accumulator.batches`."""
-        state = self._state
+        state = self.state
         self.finish_previous()
         data_pass = DataPassState(
-            in_step=self._options.sync == "every" and self._group.size > 1,
-            alive=float(self._group.size),
-            others=self._registry.count_others(),
+            in_step=self.options.sync == "every" and self.group.size > 1,
+            alive=float(self.group.size),
+            others=self.registry.count_others(),
             weigh=weigh,
         )
         observer = state.observer
@@ -186,7 +175,7 @@ class DataPass:
         data_pass.items.handed_out += 1
         data_pass.items.exhausted = exhausted
         yield item
-        state = self._state
+        state = self.state
         if state.block is not None:  # `next` inside of a block
             return
         state.parts = None
@@ -197,7 +186,7 @@ class DataPass:
 
     def _freely(self, data_pass: DataPassState, source: Iterator[tuple[T, bool]]) -> Iterator[T]:
         """Yield items as they come: ranks agree when a window closes (or in each block)."""
-        state = self._state
+        state = self.state
         first = next(source, None)
         if not (data_pass.resumed or data_pass.in_step):
             self._begin(data_pass, first is not None)
@@ -205,7 +194,7 @@ class DataPass:
         full = window is not None and not window.is_open and window.index == window.steps
         if first is not None and full:
             self._pause(SyncPoint.SHORT)  # other ranks have the rest of the window
-            self._join(BlockKind.JOIN)
+            self.join(BlockKind.JOIN)
         while first is not None:
             item, exhausted = first
             self._pause_before_block(data_pass, exhausted)
@@ -220,56 +209,56 @@ class DataPass:
         weigh: Callable[[T], Weight],
     ) -> Iterator[T]:
         """Fetch and weigh a whole window before it runs: ranks agree when it opens."""
-        state = self._state
-        if self._tail == "carry":
+        state = self.state
+        if self.options.tail == "carry":
             raise ValueError(
                 'weigh= looks at a whole window, which tail="carry" spreads over passes'
             )
-        if self._options.nonfinite == "skip_micro_batch":
+        if self.options.nonfinite == "skip_micro_batch":
             raise ValueError('weigh= promises a total, which nonfinite="skip_micro_batch" breaks')
         if state.pending and data_pass.plan is None:
             raise RuntimeError(
                 f"weigh= needs to see a window from its start, and {state.pending} micro-batches "
                 f"are pending; flush() or discard() first"
             )
+        if data_pass.plan is not None:  # resumed inside of a window
+            window = list(islice(source, data_pass.plan.left))
+            yield from self._run_plan(data_pass, data_pass.plan, window)
         while True:
-            if data_pass.resumed and data_pass.plan is not None:  # inside of a window
-                window = list(islice(source, data_pass.plan.left))
-                data_pass.resumed = False
-            else:
-                window = list(islice(source, state.next_steps()))
-                if not self._plan(data_pass, [item for item, _ in window], weigh):
-                    return
+            window = list(islice(source, state.next_steps(data_pass.planned_updates)))
+            if not self._plan(data_pass, [item for item, _ in window], weigh):
+                return
             yield from self._run_plan(data_pass, data_pass.plans[-1], window)
 
     def _plan(
         self, data_pass: DataPassState, window: list[T], weigh: Callable[[T], Weight]
     ) -> bool:
         """Agree between ranks on the next window; return whether there is one."""
-        steps = self._state.next_steps()
+        steps = self.state.next_steps(data_pass.planned_updates)
         weights = [check_weight(weigh(item)) for item in window]
-        weights = [self._gradients.at_home(w) if isinstance(w, Tensor) else w for w in weights]
+        weights = [self.gradients.at_home(w) if isinstance(w, Tensor) else w for w in weights]
         self._pause(SyncPoint.FULL)
         places = [float(i < len(window)) for i in range(steps)] if data_pass.in_step else []
         full = float(len(window) == steps)
         total: Weight = sum(weights, 0.0)
-        unknown = float(not window and not self._knows_models())
+        unknown = float(not window and not self.knows_models())
         numbers = [float(len(window)), float(bool(window)), full, unknown, *places]
-        total, _, sums = self._group.agree(total, [], numbers, self._gradients.device)
+        total, _, sums = self.group.agree(total, [], numbers, self.gradients.device)
         count, data_pass.alive, full, all_unknown, *taken = sums
         data_pass.by_hand = data_pass.by_hand or all_unknown > 0
-        if count == 0 or (full == 0 and self._tail == "drop"):
+        if count == 0 or (full == 0 and self.options.tail == "drop"):
             return False
         # under sync="every" each micro-batch is reduced: who has fewer stands in with weight 0
         weights += [0.0] * (sum(ranks > 0 for ranks in taken) - len(weights))
-        data_pass.plans.append(WindowPlan(weights, total, count, left=max(len(window), 1)))
+        left = max(len(window), 1)
+        data_pass.plans.append(WindowPlan(weights, total, count, len(window), left))
         return True
 
     def _run_plan(
         self, data_pass: DataPassState, plan: WindowPlan, window: list[tuple[T, bool]]
     ) -> Iterator[T]:
         """Hand out the items of a planned window, or take part in it without any."""
-        items, state = data_pass.items, self._state
+        items, state = data_pass.items, self.state
         data_pass.last = not window and not data_pass.in_step
         done = plan.done
         for item, exhausted in window:
@@ -280,20 +269,20 @@ class DataPass:
                 items.handed_out += plan.left
                 items.done = state.position = items.handed_out
                 return
-        reads_ahead = items.outstanding and (items.reads_ahead or state.block is not None)
+        ahead = items.reads_ahead is not False or state.block is not None
         missing = max(len(plan.weights), 1) - (done + len(window))
-        if reads_ahead and missing <= 0:
+        if items.outstanding and ahead and missing <= 0:
             return  # the window's blocks are still to come
         if missing > 0 and items.outstanding:
             raise RuntimeError(
-                f"this rank has {len(window)} items for a window of {len(plan.weights)}, and the "
-                f"loop reads ahead; even out the data, or take items one by one"
+                f"this rank has {len(window)} items for a window in which others have more, and "
+                f"the loop reads ahead; even out the data, or take items one by one"
             )
         kind = BlockKind.PADDING if data_pass.in_step else BlockKind.JOIN
         for _ in range(missing):
             self._pause(SyncPoint.SHORT)
             plan.left = 0
-            self._join(kind)
+            self.join(kind)
         ran = plan.done - done - (missing if data_pass.in_step else 0)
         if state.pending or (ran != len(window) and not plan.discarded):
             data_pass.plans.clear()
@@ -310,26 +299,26 @@ class DataPass:
         data_pass.alive, data_pass.begins = float(has_data), True
         self._pause(SyncPoint.PASS)
         data_pass.begins = False
-        if self._group.size > 1:
-            unknown = not (has_data or self._knows_models())
-            data_pass.alive, all_unknown = self._group.sum([float(has_data), float(unknown)])
+        if self.group.size > 1:
+            unknown = not (has_data or self.knows_models())
+            data_pass.alive, all_unknown = self.group.sum([float(has_data), float(unknown)])
             data_pass.by_hand = all_unknown > 0
 
     def _step(self, has_item: float, more: bool) -> bool:
         """Under sync="every", before each micro-batch; return whether no rank has more."""
-        data_pass = self._state.data_pass
+        data_pass = self.state.data_pass
         assert data_pass is not None
-        unknown = float(not has_item and not self._knows_models())
-        data_pass.alive, others, all_unknown = self._group.sum([has_item, float(more), unknown])
+        unknown = float(not has_item and not self.knows_models())
+        data_pass.alive, others, all_unknown = self.group.sum([has_item, float(more), unknown])
         data_pass.by_hand = data_pass.by_hand or all_unknown > 0
         return others == 0
 
     def _at_the_end(self, data_pass: DataPassState) -> None:
         """The loop has asked for an item after the last one."""
         items = data_pass.items
-        waiting = items.outstanding > (0 if self._group.size == 1 else 1)
+        waiting = items.outstanding > (0 if self.group.size == 1 else 1)
         ahead = items.outstanding if items.reads_ahead else items.reads_ahead is None and waiting
-        if self._state.block is not None or ahead:
+        if self.state.block is not None or ahead:
             data_pass.ended = True  # the last block ends the pass
         else:
             self._finish(data_pass)
@@ -338,18 +327,18 @@ class DataPass:
         """This rank has run all of its blocks: join the others, until all have."""
         data_pass.ended, data_pass.last = False, True
         try:
-            if data_pass.weigh is None and self._group.size > 1:
+            if data_pass.weigh is None and self.group.size > 1:
                 while data_pass.in_step or data_pass.alive > 0:
                     self._pause(SyncPoint.STEP if data_pass.in_step else SyncPoint.SHORT)
                     if data_pass.in_step:
                         data_pass.last = self._step(0.0, False)
                         if data_pass.alive == 0:
                             break
-                    self._join(BlockKind.PADDING if data_pass.in_step else BlockKind.JOIN)
-            self._end_pass()
+                    self.join(BlockKind.PADDING if data_pass.in_step else BlockKind.JOIN)
+            self.end_pass()
         finally:
-            if self._state.data_pass is data_pass:
-                self._state.data_pass = None
+            if self.state.data_pass is data_pass:
+                self.state.data_pass = None
 
     def _finish_behind(self, data_pass: DataPassState) -> None:
         """Finish behind the pass's last block, where nobody waits for another item."""
@@ -358,12 +347,12 @@ class DataPass:
 
     def _pause(self, sync_point: SyncPoint) -> None:
         """A place between two blocks where the pass may have to end."""
-        observer = self._state.observer
-        if observer is not None and self._state.block is None and observer.must_stop(sync_point):
+        observer = self.state.observer
+        if observer is not None and self.state.block is None and observer.must_stop(sync_point):
             raise _Stopped
 
     def _pause_before_block(self, data_pass: DataPassState, exhausted: bool) -> None:
-        state = self._state
+        state = self.state
         if state.observer is None:
             return
         if data_pass.in_step and data_pass.plan is None:
@@ -375,8 +364,8 @@ class DataPass:
             planned = None if state.window.is_open else state.window.steps
         else:
             planned = steps if data_pass.plan is None else len(data_pass.plan.weights)
-        if planned is not None and (run >= planned or (exhausted and self._tail == "flush")):
-            is_full = steps is not None and run >= steps and self._tail != "carry"
+        if planned is not None and (run >= planned or (exhausted and self.options.tail == "flush")):
+            is_full = steps is not None and run >= steps and self.options.tail != "carry"
             sync_point = SyncPoint.FULL if is_full else SyncPoint.SHORT
         self._pause(sync_point)
 

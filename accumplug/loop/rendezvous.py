@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from accumplug.core.gradients import GradientBuffer
 from accumplug.core.host import Host
 from accumplug.core.normalization import Normalizer
@@ -15,24 +17,16 @@ from accumplug.parallel.group import DataParallelGroup
 _ENDED = "the data of some ranks have ended and others go on"
 
 
+@dataclass(eq=False)
 class Rendezvous:
     """Brings the ranks together once in each window, and refuses what they can't make right."""
 
-    def __init__(
-        self,
-        group: DataParallelGroup,
-        gradients: GradientBuffer,
-        normalizer: Normalizer,
-        options: Options,
-        host: Host,
-        registry: Registry,
-    ) -> None:
-        self._group = group
-        self._gradients = gradients
-        self._normalizer = normalizer
-        self._tail = options.tail
-        self._host = host
-        self._registry = registry
+    group: DataParallelGroup
+    gradients: GradientBuffer
+    normalizer: Normalizer
+    options: Options
+    host: Host
+    registry: Registry
 
     def agree(self, state: LoopState, block: BlockState, window: Window) -> None:
         """In a block that ends the window: learn the total weight, and rescale the sum to it.
@@ -46,28 +40,28 @@ class Rendezvous:
         if data_pass is not None and (plan := data_pass.plan) is not None:
             block.ends = True  # the ranks agreed when the window opened
             block.empty = isinstance(plan.total, float) and plan.total == 0
-            self._normalizer.total = plan.total
-            self._normalizer.micro_batches = plan.micro_batches
-            block.sums = self._group.sum_tensors(block.sums, self._gradients.device)
+            self.normalizer.total = plan.total
+            self.normalizer.micro_batches = plan.micro_batches
+            block.sums = self.group.sum_tensors(block.sums, self.gradients.device)
             return
         counted = block.kind in COUNTED
         count = float(window.index + counted)
         closing = float(counted or block.kind is BlockKind.FLUSH)
         more = float(data_pass is not None and not data_pass.last)
         total, sums = window.total, [count, more, closing]
-        if self._group.size > 1:
+        if self.group.size > 1:
             total, sums = self._sum(state, block, total, sums)
         counts, alive, closers = sums
         if data_pass is not None and not data_pass.in_step:
             data_pass.alive = alive
         if block.kind not in COUNTED:
-            flushes = closers > 0 or self._tail == "flush"
+            flushes = closers > 0 or self.options.tail == "flush"
             block.ends = flushes and counts > 0
             if not block.ends:
                 return
             self._refuse_unstepped(block, window)
         block.closers = int(closers)
-        block.empty = self._normalizer.rescale(window, total, counts)
+        block.empty = self.normalizer.rescale(window, total, counts)
 
     def _sum(
         self, state: LoopState, block: BlockState, total: Weight, own: list[float]
@@ -76,14 +70,14 @@ class Rendezvous:
 
         `own`: its micro-batches in the window, whether it has more data, whether it closes.
         """
-        size = self._group.size
-        concurrent = float(self._registry.ran_concurrently())
-        elements = self._gradients.elements() if concurrent else 0.0
+        size = self.group.size
+        concurrent = float(self.registry.ran_concurrently())
+        elements = self.gradients.elements() if concurrent else 0.0
         unknown = float(not (block.by_hand or block.models))
         steps = float(block.kind is REAL and not block.skipped)
         numbers = [*own, concurrent, elements, unknown, steps, block.overflows]
-        total, block.sums, sums = self._group.agree(
-            total, block.sums, numbers, self._gradients.device
+        total, block.sums, sums = self.group.agree(
+            total, block.sums, numbers, self.gradients.device
         )
         *sums, all_concurrent, all_elements, all_unknown, all_steps, block.overflows = sums
         block.all_own = all_steps == size
@@ -98,11 +92,11 @@ class Rendezvous:
     def is_absent(self, state: LoopState) -> bool:
         """Whether some ranks, but not all, have no data left."""
         data_pass = state.data_pass
-        return data_pass is not None and 0 < data_pass.alive < self._group.size
+        return data_pass is not None and 0 < data_pass.alive < self.group.size
 
     def refuse_absent(self) -> None:
         """Some ranks have no data left: raise RuntimeError where they can't take part without."""
-        gradients = self._gradients
+        gradients = self.gradients
         if gradients.fsdp_roots(gradients.models):
             raise RuntimeError(
                 f"{_ENDED}; under fully_shard every rank runs each forward. Even out the data "
@@ -113,7 +107,7 @@ class Rendezvous:
                 f"{_ENDED}; a rank without data can't stand in for an embedding with sparse=True. "
                 f"Even out the data, or use sparse=False"
             )
-        if not self._host.takes_over:
+        if not self.host.takes_over:
             raise RuntimeError(
                 f"{_ENDED}; without optimizer= or accelerator= accum can't take their steps. Give "
                 f"one, or even out the data"
@@ -134,7 +128,7 @@ class Rendezvous:
         `uneven`: the ranks have run different numbers of micro-batches, or close the windows of
         different Accumulators, whose sums differ in size. All of them raise together.
         """
-        ended = state.data_pass is not None and 0 < alive < self._group.size
+        ended = state.data_pass is not None and 0 < alive < self.group.size
         if ended or uneven or self.is_absent(state):
             raise RuntimeError(
                 f"{_ENDED}, and another Accumulator runs in the same pass: a rank without data can "
@@ -144,7 +138,7 @@ class Rendezvous:
 
     def _refuse_unstepped(self, block: BlockState, window: Window) -> None:
         """A window that ends outside of a block, where a plain loop would not step."""
-        if block.kind is not BlockKind.FLUSH and not self._host.takes_over:
+        if block.kind is not BlockKind.FLUSH and not self.host.takes_over:
             raise RuntimeError(
                 f"the loop left out the last item of the pass, so {window.index} micro-batches "
                 f"wait for a close that the loop would not step on; call micro.skip() in its "

@@ -275,6 +275,71 @@ def test_under_weigh_a_window_is_whole_items_and_each_part_is_weighed(steps):
     assert (accum.pending, accum.epoch) == (0, 1)
 
 
+UNEVEN = [3, 1, 5, 1, 2, 4, 1]
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("steps", [1, 2, 3, ITEMS])
+def test_under_weigh_a_loop_may_read_ahead_if_its_blocks_say_their_weights(read, steps):
+    """Several windows ahead, too: each is planned, and none is taken for another."""
+    model, got = network(), []
+    accum = Accumulator(steps, optimizer=SGD(model.parameters(), 0.0))
+    accum.on_update(lambda: got.append(gradients(model)))
+    for _ in range(2):
+        batches = data(UNEVEN)
+        for batch in read(accum.batches(batches, weigh=lambda b: len(b[0]))):
+            with accum(model, weight=len(batch[0])):
+                accum.backward(mean_loss(model, batch))
+    windows = [batches[i : i + steps] for i in range(0, ITEMS, steps)] * 2
+    for found, window in zip(got, windows, strict=True):
+        assert relative(found, big_batch(model, window)) <= 1e-15
+    assert (accum.pending, accum.epoch) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("says", "error", "message"),
+    [
+        ({"weight": 5}, ValueError, "has the weight 3.0 .from weigh=., and now 5"),
+        ({}, RuntimeError, r"had 2 items before a block .* Say it: accum\(model, weight=n\)"),
+    ],
+    ids=["with its weight", "without"],
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_under_weigh_an_item_left_out_before_the_first_block_is_refused(
+    steps, says, error, message
+):
+    """It looks like reading ahead: the next items would get the weights of those before."""
+    model = network()
+    accum = Accumulator(steps, optimizer=SGD(model.parameters(), 0.0))
+    with pytest.raises(error, match=message):
+        for number, batch in enumerate(
+            accum.batches(data([3, 5, 2, 4]), weigh=lambda b: len(b[0]))
+        ):
+            if number == 0:
+                continue
+            with accum(model, **says):
+                accum.backward(mean_loss(model, batch))
+    assert accum.updates == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_under_weigh_a_schedule_of_steps_is_followed_however_far_the_loop_reads_ahead(read):
+    """Windows of 1, 2, 1, 2, 1 micro-batches; one without weight is no update."""
+    model, sizes = network(), []
+    accum = Accumulator(lambda update: 1 + update % 2, optimizer=SGD(model.parameters(), 0.0))
+    accum.on_window(lambda result: sizes.append((result.micro_batches, result.stepped)))
+    weights = [2, 3, 1, 0, 4, 5, 6, 7]
+    for number, batch in read(enumerate_batches(accum, data([2] * 8), weights)):
+        with accum(model, weight=weights[number]) as micro:
+            micro.backward(mean_loss(model, batch)) if weights[number] else micro.skip()
+    assert sizes == [(1, True), (2, True), (1, False), (1, True), (2, True), (1, True)]
+
+
+def enumerate_batches(accum, batches, weights):
+    return accum.batches(list(enumerate(batches)), weigh=lambda item: weights[item[0]])
+
+
 def test_split_cuts_nested_batches_and_gives_the_rest_to_all():
     """Tensors along their first dimension; a name or a scalar belongs to each part."""
     batch = {"x": torch.arange(5), "pair": (torch.arange(10).view(5, 2), [1.0]), "name": "a"}
