@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, overload
 
 from torch import nn
 
-from accumplug.accumulator import Accumulator
+from accumplug.accumulator import Accumulator, Handle
 from accumplug.checkpoint import elastic, foreign, window_state
 from accumplug.checkpoint.arguments import (
     check_count,
@@ -141,7 +141,9 @@ class Checkpointer:
         if accum.parts.state.observer is not None:
             raise ValueError("this Accumulator has a Checkpointer already; close() it first")
         self._accum = accum
-        self._order = DataPosition(loader, self._making_workers, generators, verify_data)
+        own = weakref.proxy(self)  # without a circle, what it knows is freed with it
+        making_workers = lambda loader: own._making_workers(loader)  # noqa: E731
+        self._order = DataPosition(loader, making_workers, generators, verify_data)
         self._train_state = find_train_state(accum, model, stateful)
         if frozen == "skip":
             self._train_state.leave_out_frozen()
@@ -160,7 +162,13 @@ class Checkpointer:
             options |= {"signals": list(map(int, signals)), "objects by name": sorted(stateful)}
             self._store.compare(options)
         self._policy = SavePolicy(
-            accum, self._schedule, self._kinds, self._store, self._save, self._finish, self._moved
+            accum,
+            self._schedule,
+            self._kinds,
+            self._store,
+            save=lambda: own._save(),
+            finish=lambda: own._finish(),
+            moved=lambda: own._moved(),
         )
         self._snapshot = Snapshot(
             accum, self._train_state, self._order, ranks.rank, background, copy
@@ -191,8 +199,10 @@ class Checkpointer:
         """Whether the last one was, as somebody wrote into what was to be saved."""
         accum.parts.models.declare(self._train_state.models)
         accum.observe_pass(self)
-        self._block_start = accum.on_block_start(self._before_block)
-        self._block_end = accum.on_block_end(self._after_block)
+        self._callbacks: list[Handle[Any]] = [
+            accum.on_block_start(self._before_block),
+            accum.on_block_end(self._after_block),
+        ]
         Checkpointer._open[os.path.realpath(directory)] = self
 
     def _take_directory(self) -> tuple[Lease | None, str, str]:
@@ -389,8 +399,8 @@ class Checkpointer:
         self._policy.signals.restore()
         if accum.parts.state.observer is self:
             accum.observe_pass(None)
-            self._block_start.remove()
-            self._block_end.remove()
+            while self._callbacks:
+                self._callbacks.pop().remove()
         if Checkpointer._open.get(os.path.realpath(self.directory)) is self:
             del Checkpointer._open[os.path.realpath(self.directory)]
         try:

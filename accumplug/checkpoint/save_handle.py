@@ -40,3 +40,4 @@ class SaveHandle:
         """It was written, or failed with `error`; the first word counts."""
         if not self._settled:
             self._settled, self._path, self.error = True, path, error
+            self._busy, self._wait = bool, lambda: None  # those before know the Checkpointer
