@@ -24,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test; `quick` is what has no other of these marks."""
+    """Mark each test; `quick` is what has no other of these marks. The longest ones come first, so
+    that no worker is left with one at the end."""
+    items.sort(key=lambda item: "simulated_cuda" not in item.path.parts)
     for item in items:
         folder = item.path.relative_to(HERE).parts[0]
         marks = {FOLDERS[folder]} if folder in FOLDERS else set()

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
+def _double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -126,6 +127,7 @@ def fitted(
     """The module, the trainer and the names of the checkpoints, of a fit."""
     folder = Path(tempfile.mkdtemp())
     options = {"precision": "64-true", "enable_checkpointing": bool(callbacks)} | options
+    options["default_root_dir"] = folder
     if options.get("barebones"):
         keys = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         options |= dict.fromkeys(keys)

@@ -52,7 +52,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
+def _double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
