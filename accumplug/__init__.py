@@ -43,6 +43,7 @@ from accumplug.checkpoint.checkpointer import Checkpointer as Checkpointer
 from accumplug.checkpoint.load import Position as Position
 from accumplug.checkpoint.save_handle import SaveHandle as SaveHandle
 from accumplug.core.result import WindowResult as WindowResult
+from accumplug.dataloading.batches import Batches as Batches
 from accumplug.errors import CheckpointError as CheckpointError
 from accumplug.errors import DamagedCheckpointError as DamagedCheckpointError
 from accumplug.errors import LeaseHeldError as LeaseHeldError
@@ -52,7 +53,6 @@ from accumplug.errors import OptionTypeError as OptionTypeError
 from accumplug.errors import OverwrittenError as OverwrittenError
 from accumplug.errors import TornWindowError as TornWindowError
 from accumplug.inplace import InplaceReport as InplaceReport
-from accumplug.loop.data_pass import Batches as Batches
 from accumplug.loop.micro_batch import MicroBatch as MicroBatch
 from accumplug.noise.scale import NoiseEstimate as NoiseEstimate
 from accumplug.noise.scale import NoiseScale as NoiseScale

@@ -15,10 +15,10 @@ from accumplug.core.options import NonFinite, Options, Reduction, Sync, Tail
 from accumplug.core.result import WindowResult
 from accumplug.core.state import BlockState, LoopState, PassObserver
 from accumplug.core.window import Weight, check_steps, check_weight
+from accumplug.dataloading.batches import Batches
 from accumplug.dataloading.contrastive import Embed, contrastive
 from accumplug.dataloading.split import split
 from accumplug.inplace import InplaceReport
-from accumplug.loop.data_pass import Batches
 from accumplug.loop.lifecycle import Lifecycle
 from accumplug.loop.micro_batch import MicroBatch
 from accumplug.loop.models import Models
@@ -329,7 +329,8 @@ class Accumulator:
             ValueError: no tensor to cut, tensors of different lengths, or another size than the
                 run that is resumed had.
         """
-        return split(self._state, self.parts.group, batch, size)
+        stops = self.parts.data_pass.stops_before_part
+        return split(self._state, self.parts.group, batch, size, stops)
 
     def contrastive(
         self,

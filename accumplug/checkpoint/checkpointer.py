@@ -161,6 +161,7 @@ class Checkpointer:
             options["frozen"] = frozen
             options |= {"signals": list(map(int, signals)), "objects by name": sorted(stateful)}
             self._store.compare(options)
+        self._counts_blocks = ranks.size > 1 and every is not None
         self._policy = SavePolicy(
             accum,
             self._schedule,
@@ -500,9 +501,15 @@ class Checkpointer:
         if not self._writer.busy:
             self._written()
         self._raise_failed()
-        if self._accum.parts.state.data_pass is None:
+        state = self._accum.parts.state
+        if state.data_pass is None:
             self._refuse_unseen_data()
             self._policy.loop_came_back()
+        elif self._counts_blocks and state.parts is not None and state.plan is not None:
+            raise RuntimeError(
+                "under weigh= ranks may cut (split) a window into different numbers of "
+                "micro-batches, which every= counts; give every_updates= instead"
+            )
         self._order.before_block()
         if not self._checked and self._accum.updates:
             self._check_savable()

@@ -106,7 +106,7 @@ class SavePolicy:
     def _act(self) -> None:
         """A block is over: do what is to be done then."""
         self._waits_for_step = False
-        if self._schedule.is_due() and self._moved():
+        if self._schedule.is_due() and self._moved() and not self._has_met():
             self._save()
         if self._save_counts is not None:
             self._agree(SyncPoint.NONE)
@@ -114,6 +114,13 @@ class SavePolicy:
             self._answer("stop")
         elif self._schedule.is_time():
             self._answer("save")
+
+    def _has_met(self) -> bool:
+        """Whether the others have counted the saves of this rank in the open window: its last item
+        is cut into several micro-batches."""
+        accum = self._accum
+        data_pass = accum.parts.state.data_pass if self._save_counts is not None else None
+        return data_pass is not None and accum.pending > 0 and data_pass.met == accum.windows
 
     def _agree(self, sync_point: SyncPoint) -> bool:
         """On several ranks: ask for what is due here, and do what the ranks have agreed on.

@@ -13,6 +13,9 @@ class SaveSchedule:
 
     On one rank it is `accum.micro_batches`, and on several ranks too while their data are even.
     Where some had fewer in a window, all of them count the mean, rounded up, once it closes.
+
+    Windows whose number of micro-batches is open (steps=None) may have others on each rank, so
+    several ranks save when one closes in which a save has come due.
     """
 
     def __init__(
@@ -27,7 +30,8 @@ class SaveSchedule:
         self._seconds = seconds
         self._every_updates = every_updates
         self._updates = accum.updates
-        self._is_update = self._is_owed = False
+        self._is_update = self._is_owed = self._is_crossed = False
+        self._closed_at = 0
         self._last = time.monotonic()
         self._windows = 0
         self._micro_batches = 0
@@ -57,6 +61,9 @@ class SaveSchedule:
             self._lead += math.ceil(_of_all_ranks(accum) / accum.parts.group.size) - own
         if accum.windows != self._windows:
             self._windows, self._micro_batches = accum.windows, accum.micro_batches
+            every = self._every or 1
+            self._is_crossed = self.count // every > self._closed_at // every
+            self._closed_at = self.count
 
     def is_due(self) -> bool:
         """Whether a save is due after this micro-batch."""
@@ -67,6 +74,13 @@ class SaveSchedule:
             self._is_update = False
             if self._updates % self._every_updates == 0:
                 return True
+        if (
+            self._every is not None
+            and self._accum.steps is None
+            and self._accum.parts.group.size > 1
+        ):
+            crossed, self._is_crossed = self._is_crossed, False
+            return crossed
         return self._every is not None and self.count % self._every == 0
 
     def is_time(self) -> bool:
@@ -87,6 +101,7 @@ class SaveSchedule:
         accum = self._accum
         self._updates = accum.updates
         self._lead = count - accum.micro_batches
+        self._closed_at = count - accum.pending
         self._windows = accum.windows
         self._micro_batches = accum.micro_batches - accum.pending
 

@@ -69,6 +69,7 @@ def restore_pass(state: State, data_pass: DataPassState) -> None:
     """Let the pass that opens now be the one that was under way."""
     if state["alive"] is not None:
         data_pass.resumed, data_pass.alive = True, state["alive"]
+    data_pass.items.reads_ahead = state.get("reads_ahead")
     if state["plan"] is not None:
         plan = WindowPlan(**state["plan"])
         if "done" not in state["plan"]:  # of format 1, where each item had one block
@@ -105,6 +106,7 @@ def pass_state(data_pass: DataPassState, accum: Accumulator) -> State:
     return {
         "alive": None if data_pass.begins else data_pass.alive,
         "plan": plan,
+        "reads_ahead": data_pass.items.reads_ahead,
         "parts": _parts(accum.parts.state.parts),
     }
 

@@ -230,6 +230,8 @@ class DataPassState:
     """Micro-batches that each other Accumulator had run when the pass began."""
     resumed_parts: Parts | None = None
     """Another process has run a part of the first item."""
+    met: int = -1
+    """The window before whose last block the ranks have met last."""
 
     @property
     def plan(self) -> WindowPlan | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from accumplug.core.state import DataPassState, LoopState, Parts
@@ -14,8 +14,14 @@ from accumplug.parallel.group import DataParallelGroup
 T = TypeVar("T")
 
 
-def split(state: LoopState, group: DataParallelGroup, batch: T, size: int) -> Iterator[T]:
-    """See `Accumulator.split`."""
+def split(
+    state: LoopState,
+    group: DataParallelGroup,
+    batch: T,
+    size: int,
+    stops: Callable[[bool], bool],
+) -> Iterator[T]:
+    """See `Accumulator.split`. `stops`: whether the pass ends before a part (or the last one)."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise OptionTypeError(f"size is the rows of a part, an int; got {type(size).__name__}")
     if size < 1:
@@ -29,12 +35,14 @@ def split(state: LoopState, group: DataParallelGroup, batch: T, size: int) -> It
         _resume(parts, data_pass, rows)
         if data_pass.plan is not None and data_pass.weigh is not None:
             _weigh(parts, data_pass, batch, group)
-    return _run(state, parts, batch)
+    return _run(state, parts, batch, stops)
 
 
-def _run(state: LoopState, parts: Parts, batch: T) -> Iterator[T]:
+def _run(state: LoopState, parts: Parts, batch: T, stops: Callable[[bool], bool]) -> Iterator[T]:
     try:
-        for index in range(parts.done, parts.count):
+        for index in range(first := parts.done, parts.count):
+            if index > first and stops(index == parts.count - 1):
+                return
             parts.index, state.parts = index, parts
             yield take(batch, _rows(parts, index))
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -21,38 +21,6 @@ from accumplug.loop.registry import Registry
 from accumplug.parallel.group import DataParallelGroup
 
 T = TypeVar("T")
-
-
-class Batches(Iterator[T]):
-    """One pass, as `Accumulator.batches` returns it. It has the length of the loader, if any.
-
-    It keeps its `owner` alive, which the loop may have no other name for.
-    """
-
-    def __init__(
-        self, owner: object, state: LoopState, loader: Iterable[T], items: Iterator[T]
-    ) -> None:
-        self._owner = owner
-        self._state = state
-        self._loader = loader
-        self._items = items
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        return next(self._items)
-
-    def __len__(self) -> int:
-        if not isinstance(self._loader, Sized):
-            raise TypeError(f"{type(self._loader).__name__} has no length")
-        return len(self._loader)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the item in hand is the last one, as Accelerate's loaders say it."""
-        data_pass = self._state.data_pass
-        return data_pass is not None and data_pass.items.exhausted
 
 
 class _Stopped(Exception):
@@ -197,7 +165,7 @@ class DataPass:
             self.join(BlockKind.JOIN)
         while first is not None:
             item, exhausted = first
-            self._pause_before_block(data_pass, exhausted)
+            self._pause_before_block(data_pass, exhausted, data_pass.items.outstanding)
             yield from self._hand_out(data_pass, item, exhausted)
             first = next(source, None)  # after the last too: a prepared loader counts its passes
         data_pass.items.exhausted = True
@@ -262,7 +230,7 @@ class DataPass:
         data_pass.last = not window and not data_pass.in_step
         done = plan.done
         for item, exhausted in window:
-            self._pause_before_block(data_pass, exhausted)
+            self._pause_before_block(data_pass, exhausted, data_pass.items.outstanding)
             plan.left -= 1
             yield from self._hand_out(data_pass, item, exhausted)
             if plan.discarded:
@@ -279,8 +247,8 @@ class DataPass:
                 f"the loop reads ahead; even out the data, or take items one by one"
             )
         kind = BlockKind.PADDING if data_pass.in_step else BlockKind.JOIN
-        for _ in range(missing):
-            self._pause(SyncPoint.SHORT)
+        for later in reversed(range(missing)):
+            self._pause(SyncPoint.STEP if later else SyncPoint.SHORT)
             plan.left = 0
             self.join(kind)
         ran = plan.done - done - (missing if data_pass.in_step else 0)
@@ -351,23 +319,47 @@ class DataPass:
         if observer is not None and self.state.block is None and observer.must_stop(sync_point):
             raise _Stopped
 
-    def _pause_before_block(self, data_pass: DataPassState, exhausted: bool) -> None:
-        state = self.state
+    def _pause_before_block(self, data_pass: DataPassState, exhausted: bool, ahead: int) -> None:
+        """Before the first block of an item, or of a part: does it close the window?
+
+        `exhausted`: no block is known to follow it. `ahead`: items that have their blocks before.
+        """
+        state, plan = self.state, data_pass.plan
         if state.observer is None:
             return
-        if data_pass.in_step and data_pass.plan is None:
+        if data_pass.in_step and plan is None:
             self._pause(SyncPoint.STEP)
             return
-        sync_point, run = SyncPoint.NONE, state.pending + data_pass.items.outstanding + 1
+        sync_point, run = SyncPoint.NONE, ahead + 1 + (plan.done if plan else state.pending)
         steps = state.next_steps() if state.steps is not None else None
-        if state.window is not None:
+        if plan is not None:
+            planned: int | None = len(plan.weights)
+        elif state.window is not None:
             planned = None if state.window.is_open else state.window.steps
         else:
-            planned = steps if data_pass.plan is None else len(data_pass.plan.weights)
+            planned = steps
         if planned is not None and (run >= planned or (exhausted and self.options.tail == "flush")):
             is_full = steps is not None and run >= steps and self.options.tail != "carry"
             sync_point = SyncPoint.FULL if is_full else SyncPoint.SHORT
+            if not ahead:
+                if data_pass.met == state.windows:
+                    sync_point = SyncPoint.NONE  # the ranks have met for this window
+                data_pass.met = state.windows
         self._pause(sync_point)
+
+    def stops_before_part(self, is_last: bool) -> bool:
+        """Whether the pass ends before a part of an item that is not the first one."""
+        data_pass = self.state.data_pass
+        if data_pass is None:
+            return False
+        try:
+            if data_pass.plan is None:
+                self._pause_before_block(data_pass, is_last and data_pass.items.exhausted, 0)
+            else:
+                self._pause(SyncPoint.NONE)
+        except _Stopped:
+            return True
+        return False
 
 
 def with_last(loader: Iterable[T], iterator: Iterator[T] | None = None) -> Iterator[tuple[T, bool]]:

@@ -127,9 +127,10 @@ def write(
         written |= own
         unchecked -= own.keys()
         if to.rank:
-            report_files(work, to.rank, own)
+            report_files(work, to.rank, job.position["update"], own)
             return None
-        reports = [own, *collect_reports(work, to.world_size, to.timeout), _link(work, job)]
+        others = collect_reports(work, to.world_size, to.timeout, job.position["update"])
+        reports = [own, *others, _link(work, job)]
         target = _commit(to, job, work, reports)
     except BaseException as error:
         if to.rank and isinstance(error, OSError) and not work.exists():

@@ -18,10 +18,11 @@ from accumplug.storage.json import dump_json, parse_json
 GRACE = 30.0  # seconds that rank 0 waits for the others when its own program has ended
 
 
-def report_files(work: Path, rank: int, files: dict[str, FileEntry]) -> None:
-    """Reports that this rank's files are on disk, with their sizes and checksums."""
+def report_files(work: Path, rank: int, update: int, files: dict[str, FileEntry]) -> None:
+    """Reports that this rank's files, of that update, are on disk, with sizes and checksums."""
     fsync_directory(work)
-    _put(work, rank, {"files": {name: entry.as_json() for name, entry in files.items()}})
+    entries = {name: entry.as_json() for name, entry in files.items()}
+    _put(work, rank, {"update": update, "files": entries})
 
 
 def report_failure(work: Path, rank: int, error: BaseException) -> None:
@@ -58,10 +59,12 @@ def _get(path: Path) -> Any:
         return None
 
 
-def collect_reports(work: Path, world_size: int, timeout: float) -> list[dict[str, FileEntry]]:
+def collect_reports(
+    work: Path, world_size: int, timeout: float, update: int
+) -> list[dict[str, FileEntry]]:
     """The reports of ranks 1 to `world_size - 1`, waiting up to `timeout` seconds for them.
 
-    RuntimeError names the ranks that failed or did not report.
+    RuntimeError names the ranks that failed or did not report, or saved at another `update`.
     """
     missing = list(range(1, world_size))
     reports = []
@@ -75,6 +78,11 @@ def collect_reports(work: Path, world_size: int, timeout: float) -> list[dict[st
             if "error" in report:
                 kind = OverwrittenError if report["overwritten"] else RuntimeError
                 raise kind(f"rank {missing[0]} could not write its part: {report['error']}")
+            if report["update"] != update:
+                raise RuntimeError(
+                    f"rank 0 saved after update {update} and rank {missing[0]} after update "
+                    f"{report['update']}; all ranks have to save at the same one"
+                )
             reports.append({name: FileEntry(**item) for name, item in report["files"].items()})
             path.unlink()
             del missing[0]
