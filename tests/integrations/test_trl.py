@@ -28,6 +28,9 @@ from accumplug.integrations.transformers import AccumTrainerMixin  # noqa: E402
 STEPS, BATCH = 4, 2
 WORDS = [f"w{i}" for i in range(40)]
 
+# TRL 1.16 gives the Trainer older names
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+
 
 class AccumSFT(AccumTrainerMixin, trl.SFTTrainer):
     pass
