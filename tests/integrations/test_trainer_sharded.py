@@ -32,7 +32,7 @@ from integrations.test_transformers import *
 from versions import averaging
 
 warnings.simplefilter("ignore")
-rank, job, where = int(os.environ["RANK"]), sys.argv[1], Path(sys.argv[2])
+rank, where = int(os.environ["RANK"]), Path(sys.argv[1])
 
 
 class Sharding:
@@ -103,17 +103,20 @@ def resume():
 
 
 with averaging():
-    found = dict({"exact": exact, "resume": resume}[job]())
-    if rank == 0:
-        (where / f"{job}.json").write_text(json.dumps(found))
+    for job in (exact, resume):
+        found = dict(job())
+        if rank == 0:
+            (where / f"{job.__name__}.json").write_text(json.dumps(found))
     dist.barrier()
     gc.collect()  # a model keeps its group, whose threads must not outlive the interpreter
     dist.destroy_process_group()
 """
 
 
-def on_two_ranks(folder: Path, job: str) -> dict[str, Any]:
-    """Run a job of the script under torchrun; what rank 0 told."""
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where rank 0 has told of both jobs of the script, which torchrun has run."""
+    folder = tmp_path_factory.mktemp("sharded")
     folder.joinpath("run.py").write_text(SCRIPT)
     environment = {
         **os.environ,
@@ -124,7 +127,7 @@ def on_two_ranks(folder: Path, job: str) -> dict[str, Any]:
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*launcher, "--standalone", "run.py", job, str(folder)],
+        [*launcher, "--standalone", "run.py", str(folder)],
         cwd=folder,
         env=environment,
         timeout=240,
@@ -132,34 +135,33 @@ def on_two_ranks(folder: Path, job: str) -> dict[str, Any]:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    told: dict[str, Any] = json.loads((folder / f"{job}.json").read_text())
-    return told
+    return folder
 
 
-def test_a_sharded_window_is_the_mean_over_the_tokens_of_both_ranks(tmp_path: Path) -> None:
+def test_a_sharded_window_is_the_mean_over_the_tokens_of_both_ranks(told: Path) -> None:
     """6 windows, of which 2 are tails of 3; reduced once each, or in each of 22 micro-batches."""
-    found = on_two_ranks(tmp_path, "exact")
-    assert {name: told["syncs"] for name, told in found.items()} == {
+    found: dict[str, Any] = json.loads((told / "exact.json").read_text())
+    assert {name: one["syncs"] for name, one in found.items()} == {
         "theirs": None,
         "last": 6,
         "every": 22,
     }
     whole = hasattr(torch.Tensor, "grad_dtype")  # torch 2.8: Trainer logs the norm of a shard
-    for told in found.values():
-        assert told["apart"] <= 1e-6
-        for ours, expected in [told["losses"]] + [told["norms"]] * whole:
+    for one in found.values():
+        assert one["apart"] <= 1e-6
+        for ours, expected in [one["losses"]] + [one["norms"]] * whole:
             assert ours == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_sharded_run_goes_on_inside_of_its_window(tmp_path: Path) -> None:
+def test_a_sharded_run_goes_on_inside_of_its_window(told: Path) -> None:
     """Before the first update, inside of later windows and between two, with whole and sharded
     state dicts: the bits of the run that was never stopped."""
-    found = on_two_ranks(tmp_path, "resume")
+    found: dict[str, Any] = json.loads((told / "resume.json").read_text())
     assert len(found) == 4
-    for told in found.values():
-        assert told["equal"]
-        assert told["losses"][0] == told["losses"][1]
-        assert told["micro"] == 22
+    for one in found.values():
+        assert one["equal"]
+        assert one["losses"][0] == one["losses"][1]
+        assert one["micro"] == 22
 
 
 def test_the_first_fsdp_is_refused(tmp_path: Path) -> None:
