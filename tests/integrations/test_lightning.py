@@ -371,26 +371,30 @@ sys.path.insert(0, os.environ["TESTS"])
 from integrations.test_lightning import *
 import torch.distributed as dist
 
-job, rank = sys.argv[1], int(os.environ["RANK"])
+rank = int(os.environ["RANK"])
 mine = [b for i, b in enumerate(DataLoader(data(22 * 2), BATCH)) if i % 2 == rank]
 if rank == 1:
     mine = [(x[:1], y[:1]) for x, y in mine]  # half the rows
-module, accum = Module() if job == "exact" else Module(0.3, adam), AccumCallback()
-more = [SaveAt("a.ckpt", 6)] if job == "save" else []
-ddp = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-fit = trainer(accum, *more, precision="64-true", **ddp)
-assert fit.world_size == 2
-torch.manual_seed(rank)
-fit.fit(module, Resumable(mine), ckpt_path="a.ckpt" if job == "resume" else None)
-assert accum.accum.syncs == accum.accum.windows == 6 or job == "resume"
-torch.save([p.detach() for p in module.parameters()], f"{job}-{rank}.pt")
-del module, fit, accum
+for job in sys.argv[1:]:
+    module, accum = Module() if job == "exact" else Module(0.3, adam), AccumCallback()
+    more = [SaveAt("a.ckpt", 6)] if job == "save" else []
+    ddp = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    fit = trainer(accum, *more, precision="64-true", **ddp)
+    assert fit.world_size == 2
+    torch.manual_seed(rank)
+    fit.fit(module, Resumable(mine), ckpt_path="a.ckpt" if job == "resume" else None)
+    assert accum.accum.syncs == accum.accum.windows == 6 or job == "resume"
+    torch.save([p.detach() for p in module.parameters()], f"{job}-{rank}.pt")
+    del module, fit, accum
 gc.collect()  # it is a cycle, and keeps the group
 dist.destroy_process_group()
 """
 
 
-def on_two_ranks(folder: Path, job: str) -> list[Any]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have fitted, and gone on in new processes."""
+    folder = tmp_path_factory.mktemp("ranks")
     folder.joinpath("run.py").write_text(SCRIPT)
     environment = {
         **os.environ,
@@ -399,19 +403,25 @@ def on_two_ranks(folder: Path, job: str) -> list[Any]:
         "OMP_NUM_THREADS": "1",
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*launcher, "--standalone", "run.py", job],
-        cwd=folder,
-        env=environment,
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    for jobs in (["exact", "save"], ["resume"]):
+        done = subprocess.run(
+            [*launcher, "--standalone", "run.py", *jobs],
+            cwd=folder,
+            env=environment,
+            timeout=240,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def weights_of(folder: Path, job: str) -> list[Any]:
+    """The weights of each rank after a job of the script."""
     return [torch.load(folder / f"{job}-{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def test_two_ranks_have_the_mean_over_all_of_their_rows(tmp_path: Path) -> None:
+def test_two_ranks_have_the_mean_over_all_of_their_rows(folder: Path) -> None:
     """Rank 1 has half the rows of rank 0; the last window is a tail of 3."""
     loader = list(DataLoader(data(44), BATCH))
     model = net()
@@ -429,13 +439,13 @@ def test_two_ranks_have_the_mean_over_all_of_their_rows(tmp_path: Path) -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    for weights in on_two_ranks(tmp_path, "exact"):
+    for weights in weights_of(folder, "exact"):
         for weight, right in zip(weights, model.parameters(), strict=True):
             assert float((weight - right).detach().norm() / right.detach().norm()) <= 1e-12
 
 
-def test_two_ranks_go_on_inside_of_their_window(tmp_path: Path) -> None:
+def test_two_ranks_go_on_inside_of_their_window(folder: Path) -> None:
     """Each with its own gradients and random numbers, from one checkpoint."""
-    straight, resumed = on_two_ranks(tmp_path, "save"), on_two_ranks(tmp_path, "resume")
+    straight, resumed = weights_of(folder, "save"), weights_of(folder, "resume")
     for one, other in zip(straight, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
